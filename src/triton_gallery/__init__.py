@@ -1,0 +1,28 @@
+"""Triton GPU kernels that behave like their torch namesakes.
+
+Replace ``torch.nn.functional.softmax`` by ``triton_gallery.softmax`` and nothing else changes, except the speed. On a
+machine without a GPU, importing the package switches Triton's interpreter on, so the same kernels run on CPU tensors.
+"""
+
+import os
+import sys
+
+import torch
+
+__version__ = "0.1.0"
+
+# Triton reads TRITON_INTERPRET while it is imported, so this comes before anything that imports Triton.
+if "TRITON_INTERPRET" not in os.environ and not (torch.cuda.is_available() or torch.xpu.is_available()):
+    if "triton" in sys.modules:
+        print(
+            "triton_gallery: no GPU found, and triton was imported first, so its interpreter stays off and no kernel can "
+            "run. Import triton_gallery before triton, or set TRITON_INTERPRET=1.",
+            file=sys.stderr,
+        )
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+        print("triton_gallery: no GPU found; kernels run on CPU tensors in Triton's interpreter.", file=sys.stderr)
+
+from .vector_add import add  # noqa: E402
+
+__all__ = ["add"]

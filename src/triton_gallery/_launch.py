@@ -1,0 +1,183 @@
+"""What every launcher shares: argument checks, registration with torch, and the launch itself.
+
+One rule decides where a kernel runs: the device of its tensors. In interpreter mode CPU tensors are welcome; compiled
+kernels want a GPU; meta tensors are compiled and not run, which is how ``triton_gallery.codegen`` sees what a user's call
+would build.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRET = triton.knobs.runtime.interpret
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# None, or the list that collects what calls on meta tensors compile: see `compile_only`.
+_compiled: list | None = None
+
+
+# --- argument checks --------------------------------------------------------------------------------------------------
+
+
+def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Refuse what is not a dense tensor of one of `dtypes` on a device that can run a kernel."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must have one of the dtypes {allowed}, got {str(x.dtype).removeprefix('torch.')}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}; call .to_dense() first")
+    if x.device.type == "cpu" and not INTERPRET:
+        raise ValueError(
+            f"{op}: {name} must be on a GPU, got device cpu; move it there, or set TRITON_INTERPRET=1 before importing "
+            "triton to run on CPU tensors in the interpreter"
+        )
+    if x.device.type == "meta" and _compiled is None and not _tracing():
+        raise ValueError(f"{op}: {name} must hold data, got a meta tensor")
+
+
+def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
+    """Refuse tensors (None is skipped) that live on different devices."""
+    present = [(name, x) for name, x in tensors.items() if x is not None]
+    first_name, first = present[0]
+    for name, x in present[1:]:
+        if x.device != first.device:
+            raise ValueError(f"{op}: {name} must be on the device of {first_name}, {first.device}, got {x.device}")
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def _tracing() -> bool:
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def operator(fake: Callable) -> Callable:
+    """Register a launcher as ``torch.ops.triton_gallery.<name>`` without a cost for eager calls.
+
+    Args:
+        fake: takes the launcher's arguments and returns empty outputs of the right shape, dtype and strides.
+
+    ``torch.compile`` and other tracers see one opaque operator; an eager call goes straight to the launcher, because the
+    dispatcher would cost more host time than the launch. The launcher's annotations give the operator's schema.
+    """
+
+    def decorate(launcher: Callable) -> Callable:
+        name = launcher.__name__.removeprefix("_")
+        torch.library.custom_op(f"triton_gallery::{name}", launcher, mutates_args=()).register_fake(fake)
+        overload = getattr(torch.ops.triton_gallery, name).default
+
+        @functools.wraps(launcher)
+        def call(*args):
+            return overload(*args) if _tracing() else launcher(*args)
+
+        return call
+
+    return decorate
+
+
+# --- the launch -------------------------------------------------------------------------------------------------------
+
+
+def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
+    """Run ``kernel[grid](*args, **meta)`` on the device of its first tensor argument.
+
+    Args:
+        kernel: a ``@triton.jit`` function.
+        grid: programs along each axis; none may be 0.
+        args: the kernel's arguments in order; tensors and tensor descriptors among them.
+        meta: constexprs by name, `num_warps`, `num_stages`.
+    """
+    device = next(_tensor(arg).device for arg in args if _tensor(arg) is not None)
+    if device.type == "meta":
+        _compiled.append(kernel.warmup(*args, grid=grid, **meta))
+        return
+    with _current(device):
+        if INTERPRET:
+            _launch_interpreted(kernel, grid, args, meta)
+        else:
+            kernel[grid](*args, **meta)
+
+
+def _tensor(arg: object) -> torch.Tensor | None:
+    if isinstance(arg, torch.Tensor):
+        return arg
+    return arg.base if isinstance(arg, TensorDescriptor) else None
+
+
+def _current(device: torch.device):
+    """A context in which `device` is the current one; free when it already is."""
+    if device.type == "cpu":
+        return nullcontext()
+    module = torch.get_device_module(device)
+    return nullcontext() if module.current_device() == device.index else module.device(device)
+
+
+def _launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -> None:
+    """The interpreter computes bfloat16 wrongly and truncates on store, so bfloat16 tensors visit it as float32."""
+    widened = {}  # data pointer and extent of a bfloat16 tensor -> (its memory, a float32 copy of it)
+
+    def widen(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.bfloat16:
+            return x
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        key = (x.data_ptr(), extent)
+        if key not in widened:
+            memory = x.detach().as_strided((extent,), (1,))
+            widened[key] = (memory, memory.float())
+        return widened[key][1].as_strided(x.shape, x.stride(), 0)
+
+    def convert(arg):
+        if isinstance(arg, TensorDescriptor):
+            return TensorDescriptor(widen(arg.base), arg.shape, arg.strides, arg.block_shape, arg.padding)
+        return widen(arg) if isinstance(arg, torch.Tensor) else arg
+
+    kernel[grid](*map(convert, args), **meta)
+    for memory, wide in widened.values():
+        # Only what the kernel wrote goes back: writing an input, even the same values, would trip autograd's version check.
+        if not torch.equal(wide.view(torch.int32), memory.float().view(torch.int32)):
+            memory.copy_(wide)
+
+
+@contextmanager
+def compile_only() -> Iterator[list]:
+    """Inside, calls on meta tensors compile their kernels for the active driver's target and append them to the list."""
+    global _compiled
+    _compiled = []
+    try:
+        yield _compiled
+    finally:
+        _compiled = None
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of `device`; how many programs a persistent kernel starts."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "xpu":
+        return torch.xpu.get_device_properties(device).gpu_subslice_count
+    # The interpreter runs programs one after another; compile-only calls need a plausible count, and use the H200's.
+    return 4 if device.type == "cpu" else 132
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels that use what only sm_90 has can run on (or be compiled for) `device`."""
+    if device.type == "meta":
+        target = triton.runtime.driver.active.get_current_target()
+        return target.backend == "cuda" and target.arch == 90
+    return device.type == "cuda" and torch.version.hip is None and _capability(device) == (9, 0)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,189 @@
+"""Vector addition: the first kernel, and what it takes to make it a torch function."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ._launch import FLOATS, check_same_device, check_tensor, launch, operator
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+_BLOCK_SIZE = 1024
+
+
+@triton.jit
+def _add_kernel(
+    x_ptr,  # (n_elements,)
+    y_ptr,  # (n_elements,)
+    out_ptr,  # (n_elements,)
+    n_elements,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE: out = x + y."""
+    # int64 before the product: a tensor may hold more than 2**31 elements.
+    block_start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    offsets = block_start + tl.arange(0, BLOCK_SIZE)
+    # The last block may reach past the end; masked lanes neither load nor store.
+    mask = offsets < n_elements
+    x = tl.load(x_ptr + offsets, mask=mask)
+    y = tl.load(y_ptr + offsets, mask=mask)
+    tl.store(out_ptr + offsets, x + y, mask=mask)
+
+
+@triton.jit
+def _add_strided_kernel(
+    x_ptr,  # any strides over `shape`
+    y_ptr,  # any strides over `shape`
+    alpha_ptr,  # one element
+    out_ptr,  # any strides over `shape`
+    n_elements,
+    shape,  # sizes of the dimensions, innermost first
+    x_strides,
+    y_strides,
+    out_strides,
+    COMPUTE_DTYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE of the broadcast shape: out = x + alpha * y."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < n_elements
+    # Peel one index after another off the flat offset; a broadcast dimension has stride 0.
+    x_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
+    y_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
+    out_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
+    rest = offsets
+    for d in tl.static_range(len(shape)):
+        index = rest % shape[d]
+        rest = rest // shape[d]
+        x_offsets += index * x_strides[d]
+        y_offsets += index * y_strides[d]
+        out_offsets += index * out_strides[d]
+    alpha = tl.load(alpha_ptr).to(COMPUTE_DTYPE)
+    x = tl.load(x_ptr + x_offsets, mask=mask).to(COMPUTE_DTYPE)
+    y = tl.load(y_ptr + y_offsets, mask=mask).to(COMPUTE_DTYPE)
+    tl.store(out_ptr + out_offsets, (x + alpha * y).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
+    """The output's memory: laid out as x where y has the same layout, contiguous otherwise."""
+    try:
+        shape = torch.broadcast_shapes(x.shape, y.shape)
+    except RuntimeError:
+        shapes = f"{tuple(x.shape)} and {tuple(y.shape)}"
+        raise ValueError(f"add: x and y must have shapes that broadcast, got {shapes}") from None
+    dtype = torch.result_type(x, y)
+    if isinstance(alpha, float) and not dtype.is_floating_point:
+        raise TypeError(f"add: alpha must be an int when the result is {dtype}, got {alpha}")
+    if isinstance(alpha, bool) and dtype != torch.bool:
+        raise TypeError(f"add: alpha must be an int or a float when the result is {dtype}, got {alpha}")
+    if x.shape == y.shape and x.stride() == y.stride():
+        return torch.empty_like(x, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+@operator(fake=_empty_output)
+def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
+    out = _empty_output(x, y, alpha)
+    n_elements = out.numel()
+    if n_elements == 0:
+        return out
+    grid = (triton.cdiv(n_elements, _BLOCK_SIZE),)
+    flat = x.stride() == y.stride() == out.stride() and x.shape == y.shape
+    if flat and alpha == 1 and x.dtype == y.dtype and x.dtype != torch.bool:
+        # Same dense layout: the order of the elements does not matter, so memory is walked from end to end.
+        launch(_add_kernel, grid, x, y, out, n_elements, BLOCK_SIZE=_BLOCK_SIZE)
+        return out
+    shape, (x_strides, y_strides, out_strides) = _collapse(out.shape, x.expand(out.shape), y.expand(out.shape), out)
+    compute_dtype = _compute_dtype(out.dtype)
+    # A one-element tensor keeps all of alpha's digits, where a kernel argument would round it to float32.
+    alpha = torch.full((), alpha, dtype=torch.float64 if out.is_floating_point() else torch.int64, device=out.device)
+    launch(
+        _add_strided_kernel, grid, x, y, alpha, out, n_elements, shape, x_strides, y_strides, out_strides,
+        COMPUTE_DTYPE=compute_dtype, BLOCK_SIZE=_BLOCK_SIZE,
+    )  # fmt: skip
+    return out
+
+
+def _number_dtype(dtype: torch.dtype, number: float) -> torch.dtype:
+    """The dtype in which a Python number meets `dtype`: a number never widens within the tensor's own category."""
+    if isinstance(number, float) and not dtype.is_floating_point:
+        return torch.get_default_dtype()
+    if dtype == torch.bool and not isinstance(number, bool):
+        return torch.int64
+    return dtype
+
+
+def _compute_dtype(dtype: torch.dtype) -> tl.dtype:
+    if dtype == torch.float64:
+        return tl.float64
+    return tl.float32 if dtype.is_floating_point else tl.int64
+
+
+def _collapse(shape: torch.Size, *tensors: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Sizes and strides, innermost first, with neighbouring dimensions merged wherever every tensor allows it."""
+    sizes, strides = [1], [[1] for _ in tensors]
+    for d in reversed(range(len(shape))):
+        if shape[d] == 1:
+            continue
+        if all(x.stride(d) == s[-1] * sizes[-1] for x, s in zip(tensors, strides, strict=True)) or sizes == [1]:
+            if sizes == [1]:
+                for x, s in zip(tensors, strides, strict=True):
+                    s[-1] = x.stride(d)
+            sizes[-1] *= shape[d]
+        else:
+            sizes.append(shape[d])
+            for x, s in zip(tensors, strides, strict=True):
+                s.append(x.stride(d))
+    return tuple(sizes), [tuple(s) for s in strides]
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, alpha):
+        ctx.x_meta, ctx.y_meta, ctx.alpha = (x.shape, x.dtype), (y.shape, y.dtype), alpha
+        return _add(x, y, alpha)
+
+    @staticmethod
+    def backward(ctx, dout):
+        (x_shape, x_dtype), (y_shape, y_dtype) = ctx.x_meta, ctx.y_meta
+        dx = dout.sum_to_size(x_shape).to(x_dtype) if ctx.needs_input_grad[0] else None
+        dy = (dout * ctx.alpha).sum_to_size(y_shape).to(y_dtype) if ctx.needs_input_grad[1] else None
+        return dx, dy, None
+
+
+def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.Tensor:
+    r"""Add two tensors, the second one scaled, as :func:`torch.add` does.
+
+    .. math:: \text{out} = x + \alpha \, y
+
+    Args:
+        x: any shape; float16, bfloat16, float32, float64, an integer dtype or bool.
+        y: a tensor whose shape broadcasts with x's, or a Python number.
+        alpha: the factor of y; a whole number when the result's dtype is an integer.
+
+    Returns:
+        A tensor of the broadcast shape, in the dtype that :func:`torch.result_type` gives for x and y.
+
+    Raises:
+        TypeError: x is no tensor, a dtype is not supported, or alpha is a fraction for an integer result.
+        ValueError: the shapes do not broadcast, or the tensors live on different devices.
+
+    Notes:
+        float16 and bfloat16 are added in float32 and rounded once. The gradients are those of the formula, summed over
+        broadcast dimensions. Two tensors of the same dense layout take one flat kernel; broadcasting, strides, mixed
+        dtypes and alpha take a second one that computes each element's address.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> triton_gallery.add(torch.ones(3), torch.arange(3.0), alpha=2)
+        tensor([1., 3., 5.])
+    """
+    check_tensor("add", "x", x, FLOATS + _INTEGERS)
+    if isinstance(y, (bool, int, float)):
+        y = torch.full((), y, dtype=_number_dtype(x.dtype, y), device=x.device)
+    check_tensor("add", "y", y, FLOATS + _INTEGERS)
+    check_same_device("add", x=x, y=y)
+    if not isinstance(alpha, (bool, int, float)):
+        raise TypeError(f"add: alpha must be a Python number, got {type(alpha).__name__}")
+    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
+        return _Add.apply(x, y, alpha)
+    return _add(x, y, alpha)

@@ -1,0 +1,54 @@
+"""Every test starts from the same seed, on the GPU when there is one, with NaN where nothing was written yet."""
+
+import pytest
+import torch
+
+import triton_gallery  # noqa: F401  before anything imports triton: it may switch the interpreter on
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _same_seed_and_nan_filled_memory():
+    torch.manual_seed(0)
+    # In this mode torch.empty is filled with NaN (the largest value for integers), so an element that a kernel forgot to
+    # write cannot pass for a right one.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_modifyitems(config, items):
+    if DEVICE.type == "cpu":
+        skip = pytest.mark.skip(reason="needs a GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+def assert_as_accurate_as_torch(ours, torchs, reference, *, factor=2.0, floor=1e-7):
+    """Our error against a float64 reference is at most `factor` times torch's own, plus a stated floor.
+
+    The error is the largest difference, relative to the largest magnitude of the reference. NaN and infinities must stand
+    in the same places as in the reference rounded to the dtype.
+    """
+    assert ours.dtype == torchs.dtype and ours.shape == torchs.shape and ours.device == torchs.device
+    expected = reference.to(ours.dtype)
+    finite = expected.isfinite()
+    torch.testing.assert_close(ours[~finite], expected[~finite], rtol=0, atol=0, equal_nan=True)
+    if not finite.any():
+        return
+    scale = reference[finite].abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+
+    def error(x):
+        return ((x[finite].double() - reference[finite].double()).abs().max() / scale).item()
+
+    ours_error, torchs_error = error(ours), error(torchs)
+    # `not <=` instead of `>`: a NaN error fails too.
+    if not ours_error <= factor * torchs_error + floor:
+        raise AssertionError(f"error {ours_error:.2e} against float64, torch's own is {torchs_error:.2e}, floor {floor:.0e}")
