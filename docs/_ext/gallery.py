@@ -1,0 +1,206 @@
+"""Generates the gallery's pages from ``examples/``: quotes kernels and fills measured numbers in.
+
+A line ``# quote: triton_gallery.softmax._softmax_fwd_kernel`` becomes that definition's source text, read from ``src/``
+without importing it, with its decorators and the comments directly above. A reference ``:measured:`…``` becomes the
+number that the committed record holds. Both happen before sphinx-gallery runs, so page, script and notebook hold the
+same text.
+
+sphinx-gallery executes a page again when the page's text changed. We add what the text cannot show: the modules that
+the page quotes, the records it presents, the device, and the versions of torch and triton.
+
+    python docs/_ext/gallery.py examples/02-fused-softmax.py     print one generated page
+    python docs/_ext/gallery.py --all DEST                       write all of them into DEST
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src"
+EXAMPLES = ROOT / "examples"
+
+_HEADER = "GALLERY_HEADER.rst"
+_PAGES = "[0-9][0-9]-*.py"
+_QUOTE = re.compile(r"^# quote:(.*)$", re.MULTILINE)
+# Neighbouring quote lines are one match; a reference may continue on the next comment line.
+_REFERENCE = re.compile(r"^(?P<quotes># quote:.*(?:\n# quote:.*)*)$|:measured:`(?P<measured>[^`]+)`", re.MULTILINE)
+
+
+class PageError(ValueError):
+    """A page asks for something that does not exist; the message begins with the page and the line."""
+
+
+# --- one page ---------------------------------------------------------------------------------------------------------
+
+
+def generate(page: Path, src: Path = SRC) -> str:
+    """The text of `page` with its quotes expanded and its measured numbers filled in."""
+    text = page.read_text(encoding="utf-8")
+
+    def expand(match: re.Match) -> str:
+        line = text.count("\n", 0, match.start()) + 1
+        try:
+            if match["measured"]:
+                return measured(match["measured"])
+            if text[: match.start()].removesuffix("\n").rpartition("\n")[2].startswith("#"):
+                raise LookupError("quote: leave a blank line between a comment and the quote below it")
+            return "\n\n\n".join(source_of(name.strip(), src) for name in _QUOTE.findall(match[0]))
+        except (LookupError, ValueError, ImportError) as error:
+            raise PageError(f"{page.name}:{line}: {error.args[0]}") from error
+
+    return _REFERENCE.sub(expand, text)
+
+
+def measured(reference: str) -> str:
+    """What the committed record says, such as ``2.71×`` for ``softmax-fp16: triton_gallery / torch at 4096``."""
+    from triton_gallery.benchmark import quote  # only pages that refer to a record need the package and torch
+
+    reference = re.sub(r"\s*\n\s*#?\s*", " ", reference).strip()
+    try:
+        return quote(reference)
+    except (LookupError, ValueError, OSError) as error:
+        raise LookupError(f"measured: {reference!r}: {error.args[0] if error.args else error}") from error
+
+
+def source_of(name: str, src: Path = SRC) -> str:
+    """The source text of the definition with the dotted `name`, its decorators and the comments directly above."""
+    path, qualified = _split(name, src)
+    text = path.read_text(encoding="utf-8")
+    node = ast.parse(text)
+    for part in qualified:
+        node = next((child for child in _definitions(node) if part in _names(child)), None)
+        if node is None:
+            raise LookupError(f"quote: {path.relative_to(src).as_posix()} has no definition {'.'.join(qualified)}")
+    lines = text.splitlines()
+    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+    indent = re.match(r"\s*", lines[start])[0]
+    while start > 0 and lines[start - 1].startswith(f"{indent}#"):
+        start -= 1
+    return textwrap.dedent("\n".join(lines[start : node.end_lineno]))
+
+
+def _split(name: str, src: Path) -> tuple[Path, list[str]]:
+    """The file of the longest prefix of `name` that is a module, and the rest of the name."""
+    parts = name.split(".")
+    for n in range(len(parts) - 1, 0, -1):
+        module = src.joinpath(*parts[:n])
+        for path in (module.with_suffix(".py"), module / "__init__.py"):
+            if path.is_file():
+                return path, parts[n:]
+    raise LookupError(f"quote: no module in {src.name}/ holds {name!r}")
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """What `node` defines, `if` and `try` blocks included, without descending into functions and classes."""
+    for child in ast.iter_child_nodes(node):
+        if _names(child):
+            yield child
+        elif isinstance(child, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            yield from _definitions(child)
+
+
+def _names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+# --- all pages --------------------------------------------------------------------------------------------------------
+
+
+def write_all(dest: Path, examples: Path = EXAMPLES, src: Path = SRC) -> list[Path]:
+    """Write every generated page into `dest`, where changed, and remove pages that have no example any more."""
+    dest.mkdir(parents=True, exist_ok=True)
+    pages = sorted(examples.glob(_PAGES))
+    for page in pages:
+        _write(dest / page.name, generate(page, src))
+    if (examples / _HEADER).exists():
+        _write(dest / _HEADER, (examples / _HEADER).read_text(encoding="utf-8"))
+    names = {page.name for page in pages}
+    for stale in dest.glob(_PAGES):
+        if stale.name not in names:
+            stale.unlink()
+    return pages
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def fingerprint(page: Path, src: Path = SRC) -> str:
+    """Changes with whatever the page's output depends on and its text does not show."""
+    import torch
+    import triton
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    interpreter = os.environ.get("TRITON_INTERPRET")
+    digest = hashlib.sha256(f"{torch.__version__} {triton.__version__} {device} {interpreter}".encode())
+    modules = {_split(name.strip(), src)[0] for name in _QUOTE.findall(page.read_text(encoding="utf-8"))}
+    for module in sorted(modules):
+        digest.update(module.read_bytes())
+        # layer_norm.py is measured by the records layer-norm-*.json.
+        for record in sorted(src.glob(f"*/records/*/{module.stem.replace('_', '-')}*.json")):
+            digest.update(record.read_bytes())
+    return digest.hexdigest()
+
+
+# --- Sphinx -----------------------------------------------------------------------------------------------------------
+
+
+def _builder_inited(app) -> None:
+    from sphinx.errors import ExtensionError
+
+    source, gallery = (app.srcdir / app.config.sphinx_gallery_conf[key] for key in ("examples_dirs", "gallery_dirs"))
+    try:
+        pages = write_all(source)
+    except PageError as error:
+        raise ExtensionError(f"examples/{error}") from error
+    names = {page.stem for page in pages}
+    for stale in gallery.glob("[0-9][0-9]-*"):
+        if stale.name.partition(".")[0] not in names:
+            stale.unlink()
+    store = source.parent / "fingerprints.json"
+    old = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
+    new = {page.stem: fingerprint(page) for page in pages}
+    for name in names:
+        if new[name] != old.get(name):
+            # sphinx-gallery keeps a page's output as long as this checksum is that of the page's text.
+            (gallery / f"{name}.py.md5").unlink(missing_ok=True)
+    _write(store, json.dumps(new, indent=1))
+
+
+def setup(app) -> dict:
+    # Before sphinx-gallery, which reads the generated pages in its own handler with the default priority, 500.
+    app.connect("builder-inited", _builder_inited, priority=5)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print or write the gallery's generated pages.")
+    parser.add_argument("page", nargs="?", type=Path, help="print this page of examples/")
+    parser.add_argument("--all", metavar="DEST", type=Path, help="write every page into the folder DEST")
+    args = parser.parse_args()
+    if (args.page is None) == (args.all is None):
+        parser.error("give one page, or --all DEST")
+    sys.path.insert(0, str(SRC))
+    try:
+        if args.all:
+            write_all(args.all)
+        else:
+            sys.stdout.write(generate(args.page))
+    except PageError as error:
+        sys.exit(f"examples/{error}")
+
+
+if __name__ == "__main__":
+    main()
