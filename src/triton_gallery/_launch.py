@@ -6,7 +6,7 @@ would build.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -80,6 +80,25 @@ def operator(fake: Callable) -> Callable:
         return call
 
     return decorate
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def collapse(shape: Iterable[int], *strides: Iterable[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Sizes and strides, innermost first, with neighbouring dimensions merged wherever all the strides allow it."""
+    sizes, merged = [], [[] for _ in strides]
+    for size, *steps in reversed(list(zip(shape, *strides, strict=True))):
+        if size == 1:
+            continue
+        if sizes and all(step == m[-1] * sizes[-1] for step, m in zip(steps, merged, strict=True)):
+            sizes[-1] *= size
+        else:
+            sizes.append(size)
+            for step, m in zip(steps, merged, strict=True):
+                m.append(step)
+    # One element has no dimension left; a kernel's tuple of sizes needs one.
+    return tuple(sizes or [1]), [tuple(m or [1]) for m in merged]
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------

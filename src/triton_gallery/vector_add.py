@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import FLOATS, check_same_device, check_tensor, launch, operator
+from ._launch import FLOATS, check_same_device, check_tensor, collapse, launch, operator
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _BLOCK_SIZE = 1024
@@ -92,7 +92,8 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
         # Same dense layout: the order of the elements does not matter, so memory is walked from end to end.
         launch(_add_kernel, grid, x, y, out, n_elements, BLOCK_SIZE=_BLOCK_SIZE)
         return out
-    shape, (x_strides, y_strides, out_strides) = _collapse(out.shape, x.expand(out.shape), y.expand(out.shape), out)
+    strides = (t.expand(out.shape).stride() for t in (x, y, out))
+    shape, (x_strides, y_strides, out_strides) = collapse(out.shape, *strides)
     compute_dtype = _compute_dtype(out.dtype)
     # A one-element tensor keeps all of alpha's digits, where a kernel argument would round it to float32.
     alpha = torch.full((), alpha, dtype=torch.float64 if out.is_floating_point() else torch.int64, device=out.device)
@@ -116,24 +117,6 @@ def _compute_dtype(dtype: torch.dtype) -> tl.dtype:
     if dtype == torch.float64:
         return tl.float64
     return tl.float32 if dtype.is_floating_point else tl.int64
-
-
-def _collapse(shape: torch.Size, *tensors: torch.Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Sizes and strides, innermost first, with neighbouring dimensions merged wherever every tensor allows it."""
-    sizes, strides = [1], [[1] for _ in tensors]
-    for d in reversed(range(len(shape))):
-        if shape[d] == 1:
-            continue
-        if all(x.stride(d) == s[-1] * sizes[-1] for x, s in zip(tensors, strides, strict=True)) or sizes == [1]:
-            if sizes == [1]:
-                for x, s in zip(tensors, strides, strict=True):
-                    s[-1] = x.stride(d)
-            sizes[-1] *= shape[d]
-        else:
-            sizes.append(shape[d])
-            for x, s in zip(tensors, strides, strict=True):
-                s.append(x.stride(d))
-    return tuple(sizes), [tuple(s) for s in strides]
 
 
 class _Add(torch.autograd.Function):
