@@ -16,7 +16,6 @@ import argparse
 import ast
 import hashlib
 import json
-import os
 import re
 import sys
 import textwrap
@@ -137,14 +136,18 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def fingerprint(page: Path, src: Path = SRC) -> str:
-    """Changes with whatever the page's output depends on and its text does not show."""
+def machine() -> str:
+    """What every output depends on: the device, and the versions of torch and triton."""
     import torch
     import triton
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    interpreter = os.environ.get("TRITON_INTERPRET")
-    digest = hashlib.sha256(f"{torch.__version__} {triton.__version__} {device} {interpreter}".encode())
+    return f"{device}, torch {torch.__version__}, triton {triton.__version__}, {triton.knobs.runtime.interpret=}"
+
+
+def fingerprint(page: Path, src: Path = SRC) -> str:
+    """Changes with whatever the page's output depends on and its text does not show."""
+    digest = hashlib.sha256(machine().encode())
     modules = {_split(name.strip(), src)[0] for name in _QUOTE.findall(page.read_text(encoding="utf-8"))}
     for module in sorted(modules):
         digest.update(module.read_bytes())

@@ -1,0 +1,78 @@
+"""Sphinx settings. Run from the top of the repository: sphinx-build -c . docs build/html"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "docs" / "_ext"))
+
+import triton_gallery  # before triton: without a GPU it switches the interpreter on
+
+project = "Triton Gallery"
+author = "the Triton Gallery contributors"
+copyright = "the Triton Gallery contributors, MIT license"
+version = release = triton_gallery.__version__
+language = "en"
+
+extensions = [
+    "gallery",  # docs/_ext, before sphinx_gallery: it writes the pages that sphinx_gallery executes
+    "inventories",
+    "kernels",
+    "measured",
+    "run",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx_gallery.gen_gallery",
+    "matplotlib.sphinxext.plot_directive",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinxcontrib.bibtex",
+]
+exclude_patterns = ["_generated", "_inventories"]
+default_role = "code"
+nitpick_ignore = [
+    ("py:class", "tl.constexpr"),  # Triton's documentation has no entry for it
+]
+
+# API pages
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 80
+python_use_unqualified_type_names = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+add_module_names = False
+
+# The gallery; folders are relative to docs/
+sphinx_gallery_conf = {
+    "examples_dirs": "_generated/examples",
+    "gallery_dirs": "getting-started/tutorials",
+    "filename_pattern": r"/\d\d-",
+    "within_subsection_order": "FileNameSortKey",
+    "backreferences_dir": "python-api/generated",
+    "doc_module": ("triton_gallery",),
+    "image_scrapers": ("matplotlib",),
+    "notebook_images": True,
+    "download_all_examples": True,
+    "remove_config_comments": True,
+    "write_computation_times": False,
+    "show_memory": False,
+    "show_signature": False,
+}
+
+# The guide; files are relative to this one
+bibtex_bibfiles = ["docs/refs.bib"]
+bibtex_reference_style = "author_year"
+plot_include_source = False
+plot_html_show_source_link = False
+plot_html_show_formats = False
+plot_formats = [("png", 160)]
+copybutton_exclude = ".linenos, .gp, .go"
+
+html_theme = "sphinx_rtd_theme"
+html_theme_options = {"navigation_depth": 3, "collapse_navigation": False, "titles_only": True}
+html_title = project
+html_static_path = ["docs/_static"]
+html_css_files = ["gallery.css"]
+templates_path = ["docs/_templates"]
+mathjax_path = "vendor/mathjax/tex-svg.js"
