@@ -1,0 +1,407 @@
+"""What the compiler made of a call, for GPUs that need not be here.
+
+`inspect` compiles every kernel that a call would launch and reads registers, spills, shared memory, matrix
+instructions and load widths from the result. The work happens in a child process, because Triton's interpreter and its
+compiler cannot share one. There the tensors become meta tensors, which have a shape and no data, and a driver that only
+knows the name of a target stands in for the GPU's.
+"""
+
+import functools
+import html
+import io
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+# --- what a reader gets -----------------------------------------------------------------------------------------------
+
+
+class _Assembly(dict):
+    """The stages of one compilation by name; the machine code is disassembled when somebody asks for it."""
+
+    def __missing__(self, kind: str) -> str:
+        if kind != "sass" or not self.get("cubin"):
+            raise KeyError(kind)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self["cubin"])
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+            self["sass"] = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return self["sass"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel compiled for one target. What the toolchain at hand cannot tell is None."""
+
+    name: str
+    target: str
+    num_warps: int
+    num_stages: int
+    registers: int | None  # per thread
+    spills: int | None  # bytes per thread that did not fit into registers and travel through memory
+    stack: int | None  # bytes per thread
+    shared: int  # bytes per program
+    load_bits: int | None  # the widest load from global memory, in bits per thread
+    store_bits: int | None
+    tma: int  # copies made by the tensor memory accelerator, in place of loads and stores by threads
+    matrix: dict[str, int]  # matrix instructions in the code by family: mma, wgmma, tcgen05, mfma, wmma
+    warnings: tuple[str, ...]  # what ptxas says of serialised wgmma (C75xx)
+    asm: dict[str, str | bytes] = field(repr=False, compare=False)  # ttir, ttgir, llir, ptx, cubin, sass or amdgcn
+
+
+_COLUMNS: dict[str, Callable[[Kernel], object]] = {
+    "kernel": lambda k: k.name,
+    "target": lambda k: k.target,
+    "warps": lambda k: k.num_warps,
+    "stages": lambda k: k.num_stages,
+    "registers": lambda k: k.registers,
+    "spills (bytes)": lambda k: k.spills,
+    "shared memory (bytes)": lambda k: f"{k.shared:,}",
+    "widest load": lambda k: "TMA" if k.tma else k.load_bits and f"{k.load_bits} bit",
+    "widest store": lambda k: k.store_bits and f"{k.store_bits} bit",
+    "matrix instructions": lambda k: ", ".join(f"{count} {family}" for family, count in k.matrix.items()),
+    "warnings": lambda k: ", ".join(sorted({re.search(r"C\d+", warning).group() for warning in k.warnings})),
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The kernels that one call compiles to; prints as a table, in a notebook or a page as HTML."""
+
+    kernels: tuple[Kernel, ...]
+
+    def source(self, kernel: str | None = None, target: str = "sm_90", kind: str = "ptx") -> str:
+        """One stage of one compilation as text.
+
+        Args:
+            kernel: the kernel's name; the first one when None.
+            target: one of the report's targets.
+            kind: "ttir", "ttgir" or "llir"; "ptx" or "sass" for NVIDIA, "amdgcn" for AMD.
+
+        Raises:
+            ValueError: the report has no such kernel, target or stage.
+        """
+        matches = [k for k in self.kernels if k.target == target and kernel in (None, k.name)]
+        if not matches:
+            known = ", ".join(f"{k.name} for {k.target}" for k in self.kernels)
+            raise ValueError(f"source: no kernel {kernel or ''} for {target}; the report has {known}")
+        try:
+            return matches[0].asm[kind]
+        except KeyError:
+            raise ValueError(f"source: kind must be one of {', '.join(matches[0].asm)} or sass, got {kind}") from None
+
+    def _table(self) -> list[list[str]]:
+        """Header and rows as text, less the columns that are empty throughout."""
+        rows = [
+            ["–" if (cell := read(k)) in (None, "") else str(cell) for read in _COLUMNS.values()] for k in self.kernels
+        ]
+        kept = [i for i in range(len(_COLUMNS)) if any(row[i] != "–" for row in rows)]
+        return [[row[i] for i in kept] for row in [list(_COLUMNS), *rows]]
+
+    def __str__(self) -> str:
+        if not self.kernels:
+            return "no kernel was launched"
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        if not self.kernels:
+            return "<p>no kernel was launched</p>"
+        header, *rows = self._table()
+        head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in header)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
+        return (
+            '<div class="codegen-table" tabindex="0" role="region" aria-label="What each kernel was compiled to">\n'
+            f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>"
+        )
+
+
+def inspect(function: Callable, *args, targets: Iterable[str] = TARGETS, backward: bool = False, **kwargs) -> Report:
+    """Compile every kernel that ``function(*args, **kwargs)`` would launch, for each target, without running any.
+
+    Args:
+        function: a function that can be imported by name, such as ``triton_gallery.softmax``.
+        args: its arguments. Of a tensor only dtype, shape, strides and alignment matter: ``torch.empty(4096, 8192,
+            dtype=torch.float16, device="meta")`` costs no memory.
+        targets: names such as "sm_90" (NVIDIA) or "gfx942" (AMD).
+        backward: compile the gradient's kernels too, for every floating-point tensor among the arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        A `Report`: one `Kernel` for each kernel and target, in the order of their launches.
+
+    Raises:
+        TypeError: the function cannot be imported by name in another process.
+        ValueError: a target's name is unknown.
+        RuntimeError: the call failed, or a kernel did not compile; the message is the child process's.
+
+    Notes:
+        A process compiles the same call once; Triton's cache on disk keeps it for the next one. Shared memory is what a
+        program asks for at launch; registers and spills come from ptxas for NVIDIA, from the code object for AMD.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> x = torch.empty(2**20, dtype=torch.float16, device="meta")
+        >>> report = triton_gallery.codegen.inspect(triton_gallery.add, x, x, targets=["sm_90"])
+        >>> report.kernels[0].load_bits
+        128
+    """
+    targets = tuple(targets)
+    (outcomes,) = _compile(_pack([(function, args, kwargs, backward)], targets))
+    for target, outcome in zip(targets, outcomes, strict=True):
+        if isinstance(outcome, str):
+            raise RuntimeError(f"inspect: {_name(function)} failed for {target}: {outcome}")
+    names = list(dict.fromkeys(k.name for outcome in outcomes for k in outcome))
+    return Report(tuple(sorted((k for outcome in outcomes for k in outcome), key=lambda k: names.index(k.name))))
+
+
+# --- the way to the child and back ------------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj):
+        if isinstance(obj, torch.Tensor):
+            return obj.dtype, tuple(obj.shape), obj.stride(), obj.storage_offset()
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid):
+        dtype, shape, stride, offset = pid
+        extent = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        return torch.empty(max(extent, offset), dtype=dtype, device="meta").as_strided(shape, stride, offset)
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _pack(calls: list[tuple[Callable, tuple, dict, bool]], targets: tuple[str, ...], keep_asm: bool = True) -> bytes:
+    """The request to the child: (function, args, kwargs, backward) of each call, and the targets."""
+    for target in targets:
+        _parse(target)
+    for function, *_ in calls:
+        name = f"{function.__module__}.{_name(function)}"
+        if name.startswith("__main__.") or "<" in name:
+            raise TypeError(f"inspect: function must be importable in another process, got {name}; move it to a module")
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump((calls, targets, keep_asm))
+    return buffer.getvalue()
+
+
+@functools.cache
+def _compile(request: bytes) -> list[list[list[Kernel] | str]]:
+    """For each call, for each target: the kernels, or the error's text."""
+    env = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "TRITON_DISABLE_LINE_INFO": "1",  # line tables make up half of the assembly, and the code is the same
+        # A folder of its own: every entry in it was compiled with ptxas's log kept.
+        "TRITON_CACHE_DIR": os.path.join(triton.knobs.cache.dir, "codegen"),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns about a coming default where it is not set
+    command = [sys.executable, "-P", "-c", "from triton_gallery import codegen; codegen._serve()"]
+    child = subprocess.run(command, input=request, env=env, capture_output=True)
+    if child.returncode != 0:
+        lines = child.stderr.decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), f"exit status {child.returncode}")
+        raise RuntimeError(f"inspect: the compiling process failed: {last}")
+    return pickle.loads(child.stdout)
+
+
+# --- inside the child -------------------------------------------------------------------------------------------------
+
+
+class _TargetDriver:
+    """As much of a driver as compilation asks for.
+
+    Triton keeps the kernels of one device apart from those of another, so each target is a device of its own.
+    """
+
+    def __init__(self, device: int, target: str):
+        self.device, self.target = device, _parse(target)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def get_device_capability(self, device: int | None = None) -> tuple[int, int]:
+        return divmod(self.target.arch, 10) if self.target.backend == "cuda" else (0, 0)
+
+
+def _parse(target: str) -> GPUTarget:
+    if match := re.fullmatch(r"sm_(\d{2,3})", target):
+        return GPUTarget("cuda", int(match[1]), 32)
+    if match := re.fullmatch(r"gfx(\d{1,2})\d[\da-f]", target):
+        return GPUTarget("hip", target, 64 if int(match[1]) == 9 else 32)
+    raise ValueError(f'inspect: targets must be names such as "sm_90" or "gfx942", got {target!r}')
+
+
+def _serve() -> None:
+    """Read calls from stdin, compile what they launch, write the outcomes to stdout."""
+    # Compilers print to stdout, so the answer gets a descriptor of its own and everything else goes to stderr.
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)
+        calls, targets, keep_asm = _Unpickler(sys.stdin.buffer).load()
+        _keep_ptxas_log()
+        drivers = [_TargetDriver(device, target) for device, target in enumerate(targets)]
+        pickle.dump(
+            [[_run(call, *pair, keep_asm) for pair in zip(targets, drivers, strict=True)] for call in calls], answer
+        )
+
+
+def _keep_ptxas_log() -> None:
+    """Let the cubin stage store what ptxas said in the kernel's metadata, where Triton's cache keeps it."""
+    from triton.backends.nvidia import compiler
+
+    knobs = triton.knobs
+    knobs.nvidia.dump_ptxas_log = True
+    try:
+        has_ptxas = bool(knobs.nvidia.ptxas and knobs.nvidia.ptxas_blackwell)
+    except RuntimeError:
+        # A build of Triton without NVIDIA's tools still generates PTX, if it is told for which version of them.
+        has_ptxas = False
+        compiler.get_ptxas = lambda arch: knobs.NvidiaTool("", "12.8")
+        knobs.nvidia.mock_ptx_version = "12.8"
+    make_cubin = compiler.CUDABackend.make_cubin
+
+    def make_cubin_and_keep_log(self, src, metadata, *args):
+        with redirect_stdout(io.StringIO()) as log:
+            cubin = make_cubin(self, src, metadata, *args) if has_ptxas else b""
+        metadata["ptxas_log"] = log.getvalue()
+        return cubin
+
+    compiler.CUDABackend.make_cubin = make_cubin_and_keep_log
+
+
+def _run(call: tuple, target: str, driver: _TargetDriver, keep_asm: bool) -> list[Kernel] | str:
+    from ._launch import compile_only
+
+    function, args, kwargs, backward = call
+    triton.runtime.driver.set_active(driver)
+    try:
+        with compile_only() as compiled:
+            if backward:
+                for x in _tensors((args, kwargs)):
+                    x.requires_grad_(x.is_floating_point())
+                outputs = [x for x in _tensors(function(*args, **kwargs)) if x.requires_grad]
+                torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+            else:
+                function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    # An autotuned kernel gives one list with an entry for each of its configurations.
+    kernels = [k for item in compiled for k in (item if isinstance(item, list) else [item])]
+    return [_describe(k, target, keep_asm) for k in {k.hash: k for k in kernels}.values()]
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+# --- reading assembly -------------------------------------------------------------------------------------------------
+
+
+def _describe(kernel, target: str, keep_asm: bool) -> Kernel:
+    asm = kernel.asm
+    read = _read_amdgcn(asm["amdgcn"]) if "amdgcn" in asm else _read_ptx(asm["ptx"], kernel.metadata)
+    kinds = ("ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn") if keep_asm else ()
+    return Kernel(
+        name=kernel.name,
+        target=target,
+        num_warps=kernel.metadata.num_warps,
+        num_stages=kernel.metadata.num_stages,
+        shared=kernel.metadata.shared,
+        asm=_Assembly((kind, asm[kind]) for kind in kinds if kind in asm),
+        **read,
+    )
+
+
+def _read_ptx(ptx: str, metadata) -> dict:
+    log = getattr(metadata, "ptxas_log", "")
+    widths = {"ld": [], "st": []}
+    # For example "ld.global.L1::evict_last.v4.b32": four times 32 bits.
+    for access, modifiers in re.findall(r"\b(ld|st)\.(\S*\bglobal\S*)", ptx):
+        parts = modifiers.split(".")
+        vector = next((int(part[1:]) for part in parts if re.fullmatch(r"v\d", part)), 1)
+        widths[access].append(vector * int(re.search(r"\d+$", parts[-1]).group()))
+    # "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;": 16 bytes.
+    copies = re.findall(r"\bcp\.async\.c[ag]\.shared\S*\s+\[[^]]*\],\s*\[[^]]*\],\s*(0x[\da-f]+|\d+)", ptx)
+    widths["ld"] += [8 * int(size, 0) for size in copies]
+    matrix = {"mma": r"\bmma\.sync", "wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma"}
+    return dict(
+        registers=_most(r"Used (\d+) registers", log),
+        spills=_total(r"(\d+) bytes spill stores", log),
+        stack=_most(r"(\d+) bytes stack frame", log),
+        load_bits=max(widths["ld"], default=None),
+        store_bits=max(widths["st"], default=None),
+        tma=len(re.findall(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor", ptx)),
+        matrix=_count(matrix, ptx),
+        warnings=tuple(sorted(set(re.findall(r"\(C75\d\d\).*", log)))),
+    )
+
+
+def _read_amdgcn(asm: str) -> dict:
+    spilled = _most(r"\.vgpr_spill_count:\s*(\d+)", asm)
+    return dict(
+        registers=_most(r"\.vgpr_count:\s*(\d+)", asm),
+        spills=None if spilled is None else 4 * spilled,
+        stack=_most(r"\.private_segment_fixed_size:\s*(\d+)", asm),
+        load_bits=_widest_amd("load", asm),
+        store_bits=_widest_amd("store", asm),
+        tma=0,
+        matrix=_count({"mfma": r"\bv_s?mf(?:ma|mac)_", "wmma": r"\bv_wmma_"}, asm),
+        warnings=(),
+    )
+
+
+def _widest_amd(access: str, asm: str) -> int | None:
+    """From names such as global_load_dwordx4, buffer_load_ushort and, on newer GPUs, global_load_b128."""
+    bits = []
+    for kind in set(re.findall(rf"\b(?:global|buffer|flat)_{access}_(?:d16_|hi_)*(\w+)", asm)):
+        if dword := re.fullmatch(r"dword(?:x(\d))?", kind):
+            bits.append(32 * int(dword[1] or 1))
+        elif sized := re.search(r"[biu](\d+)", kind):
+            bits.append(int(sized[1]))
+        else:
+            bits.append(8 if "byte" in kind else 16)
+    return max(bits, default=None)
+
+
+def _count(families: dict[str, str], asm: str) -> dict[str, int]:
+    counts = {family: len(re.findall(pattern, asm)) for family, pattern in families.items()}
+    return {family: count for family, count in counts.items() if count}
+
+
+def _most(pattern: str, text: str) -> int | None:
+    return max(map(int, re.findall(pattern, text)), default=None)
+
+
+def _total(pattern: str, text: str) -> int | None:
+    found = re.findall(pattern, text)
+    return sum(map(int, found)) if found else None

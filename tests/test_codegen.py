@@ -1,0 +1,263 @@
+"""The reader of compiled kernels, on kernels small enough to know what the compiler must make of them."""
+
+import functools
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import triton_gallery
+from triton_gallery import _launch, codegen
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, c_ptr, BLOCK: tl.constexpr):
+    rows = tl.arange(0, BLOCK)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    a = tl.load(a_ptr + rows * BLOCK + cols)
+    b = tl.load(b_ptr + rows * BLOCK + cols)
+    tl.store(c_ptr + rows * BLOCK + cols, tl.dot(a, b))
+
+
+@triton.jit
+def _copy_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets))
+
+
+@triton.jit
+def _centre_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets)
+    tl.store(out_ptr + offsets, x - tl.max(x, axis=0))
+
+
+@triton.jit
+def _descriptor_kernel(x_desc, out_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets[:, None] * BLOCK + offsets[None, :], x_desc.load([0, 0]))
+
+
+def dot(a, b):
+    out = torch.empty_like(a, dtype=torch.float32)
+    _launch.launch(_dot_kernel, (1,), a, b, out, BLOCK=64)
+    return out
+
+
+def copy(x):
+    _launch.launch(_copy_kernel, (1,), x, torch.empty_like(x), BLOCK=1024)
+
+
+def centre(x):
+    _launch.launch(_centre_kernel, (1,), x, torch.empty_like(x), BLOCK=16384, num_warps=1)
+
+
+def copy_through_descriptor(x):
+    descriptor = _launch.TensorDescriptor.from_tensor(x, [64, 64])
+    _launch.launch(_descriptor_kernel, (1,), descriptor, torch.empty_like(x), BLOCK=64)
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(ctx, dout):
+        copy(dout)
+        return dout
+
+
+def complain(x):
+    raise ValueError(f"interpreter {_launch.INTERPRET}, {x.device}, {x.dtype}")
+
+
+def empty(*shape, dtype=torch.float16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def test_child_compiles_whatever_this_process_does():
+    with pytest.raises(
+        RuntimeError, match=r"complain failed for sm_90: ValueError: interpreter False, meta, torch.int8"
+    ):
+        codegen.inspect(complain, torch.zeros(3, dtype=torch.int8), targets=["sm_90"])
+
+
+def test_add_for_every_target():
+    x = empty(2**20)
+    report = codegen.inspect(triton_gallery.add, x, x)
+    assert [k.target for k in report.kernels] == list(codegen.TARGETS)
+    for kernel in report.kernels:
+        assert kernel.name == "_add_kernel" and kernel.num_warps == 4
+        assert 0 < kernel.registers < 64 and kernel.spills == kernel.stack == kernel.shared == 0
+        assert kernel.matrix == {} and kernel.tma == 0 and kernel.warnings == ()
+    by_target = {k.target: (k.load_bits, k.store_bits) for k in report.kernels}
+    assert by_target["sm_80"] == by_target["sm_90"] == by_target["sm_100"] == (128, 128)
+    assert by_target["gfx942"] == (64, 64)  # 1024 elements over 256 threads leave four for each
+
+
+def test_source_by_stage():
+    report = codegen.inspect(triton_gallery.add, empty(2**20), empty(2**20))
+    assert ".target sm_90a" in report.source()
+    assert "LDG.E.128" in report.source("_add_kernel", target="sm_80", kind="sass")
+    assert "buffer_load_dwordx2" in report.source(target="gfx942", kind="amdgcn")
+    assert "tt.load" in report.source(kind="ttir") and "#ttg.blocked" in report.source(kind="ttgir")
+    with pytest.raises(ValueError, match="no kernel _sub_kernel for sm_90; the report has _add_kernel for sm_80"):
+        report.source("_sub_kernel")
+    with pytest.raises(ValueError, match="kind must be one of ttir, ttgir, llir, ptx, cubin or sass, got amdgcn"):
+        report.source(kind="amdgcn")
+
+
+def test_matrix_instructions_by_family():
+    report = codegen.inspect(dot, empty(64, 64), empty(64, 64))
+    families = {k.target: list(k.matrix) for k in report.kernels}
+    assert families == {"sm_80": ["mma"], "sm_90": ["wgmma"], "sm_100": ["tcgen05"], "gfx942": ["mfma"]}
+    assert all(k.shared > 0 for k in report.kernels if k.target != "gfx942")
+
+
+@pytest.mark.parametrize(("offset", "bits"), [(0, 128), (1, 16)], ids=["aligned", "odd-address"])
+def test_load_width_follows_alignment(offset, bits):
+    (kernel,) = codegen.inspect(copy, empty(2048)[offset:], targets=["sm_90"]).kernels
+    assert kernel.load_bits == bits
+
+
+def test_spills_are_counted():
+    (kernel,) = codegen.inspect(centre, empty(16384, dtype=torch.float32), targets=["sm_90"]).kernels
+    assert kernel.registers <= 255 and kernel.spills > 0 and kernel.stack > 0
+
+
+def test_tensor_descriptor_becomes_tma():
+    report = codegen.inspect(copy_through_descriptor, empty(64, 64), targets=["sm_80", "sm_90"])
+    assert [k.tma for k in report.kernels] == [0, 1]
+    assert "TMA" in str(report)
+
+
+def test_backward_compiles_the_gradients_kernels():
+    (kernel,) = codegen.inspect(_Twice.apply, empty(2048), targets=["sm_90"], backward=True).kernels
+    assert kernel.name == "_copy_kernel"
+
+
+def test_nothing_launched():
+    report = codegen.inspect(triton_gallery.add, empty(0), empty(0), targets=["sm_90"])
+    assert report.kernels == () and "no kernel" in str(report) and "no kernel" in report._repr_html_()
+
+
+def test_partial_function():
+    report = codegen.inspect(functools.partial(triton_gallery.add, alpha=2), empty(64), empty(64), targets=["sm_90"])
+    assert report.kernels[0].name == "_add_strided_kernel"
+
+
+def test_same_call_is_compiled_once(monkeypatch):
+    before = codegen.inspect(copy, empty(2048), targets=["sm_90"])
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a second child was started"))
+    assert codegen.inspect(copy, empty(2048), targets=["sm_90"]) == before
+
+
+def test_tensors_keep_their_layout():
+    memory = torch.zeros(1000)
+    views = [memory, memory[3:].as_strided((5, 4), (7, 0)), memory[1:1], torch.zeros(0, 3), torch.tensor(1.0)]
+    request = codegen._pack([(copy, (views,), {}, False)], ("sm_90",))
+    ((_, (arrived,), _, _),), *_ = codegen._Unpickler(codegen.io.BytesIO(request)).load()
+    for view, copied in zip(views, arrived, strict=True):
+        assert copied.device.type == "meta" and copied.dtype == view.dtype and copied.shape == view.shape
+        assert copied.stride() == view.stride() and copied.storage_offset() == view.storage_offset()
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm_9", "cuda", "gfx9", "h200"])
+def test_refuses_an_unknown_target(target):
+    with pytest.raises(ValueError, match=f'inspect: targets must be names such as "sm_90" or "gfx942", got {target!r}'):
+        codegen.inspect(copy, empty(2048), targets=[target])
+
+
+def test_refuses_a_function_without_an_importable_name():
+    with pytest.raises(
+        TypeError, match=r"function must be importable in another process, got test_codegen\..*<lambda>"
+    ):
+        codegen.inspect(lambda x: x, empty(2048))
+
+
+def test_child_that_dies_is_reported():
+    with pytest.raises(RuntimeError, match="the compiling process failed: exit status 3"):
+        codegen.inspect(os._exit, 3)
+
+
+def test_warp_size_follows_the_family():
+    assert [codegen._parse(t).warp_size for t in ("sm_80", "gfx90a", "gfx942", "gfx1100", "gfx1250")] == [
+        32,
+        64,
+        64,
+        32,
+        32,
+    ]
+
+
+def test_report_as_text_and_html():
+    kernel = codegen.Kernel("_f<1>", "sm_90", 8, 3, None, None, None, 1024, 128, None, 0, {"wgmma": 2}, (), {})
+    lines = str(codegen.Report((kernel,))).splitlines()
+    assert lines[0].split("  ")[0] == "kernel" and "1,024" in lines[1] and "2 wgmma" in lines[1]
+    assert "registers" not in lines[0] and "warnings" not in lines[0]  # columns without an entry are left out
+    text = codegen.Report((kernel,))._repr_html_()
+    assert text.startswith('<div class="codegen-table"') and "<td>_f&lt;1&gt;</td>" in text
+
+
+def test_serialised_wgmma_is_named():
+    log = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to x"
+    read = codegen._read_ptx("", type("Metadata", (), {"ptxas_log": log}))
+    assert read["warnings"] == (log.partition(": ")[2],) and read["registers"] is None
+
+
+@pytest.mark.parametrize(
+    ("instruction", "bits"),
+    [
+        ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", 128),
+        ("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.b64 {%rd1, %rd2}, [%rd3], %rd4;", 128),
+        ("ld.global.v8.b32 { %r1 }, [ %rd1 + 0 ];", 256),
+        ("ld.global.b16 { %rs1 }, [ %rd1 + 0 ];", 16),
+        ("ld.relaxed.gpu.global.f32 %f1, [%rd1];", 32),
+        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128),
+        ("cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 4, 4;", 32),
+        ("ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5]; ld.param.b64 %rd1, [p];", None),
+    ],
+)
+def test_width_of_a_load_in_ptx(instruction, bits):
+    assert codegen._read_ptx(instruction, None)["load_bits"] == bits
+
+
+@pytest.mark.parametrize(
+    ("instruction", "bits"),
+    [
+        ("global_load_dwordx4 v[0:3], v0, s[0:1]", 128),
+        ("buffer_load_dword v1, off, s[0:3], 0", 32),
+        ("global_load_ushort v1, v0, s[0:1]", 16),
+        ("global_load_short_d16_hi v1, v0, s[0:1]", 16),
+        ("global_load_sbyte v1, v0, s[0:1]", 8),
+        ("global_load_d16_b16 v1, v0, s[0:1]", 16),
+        ("global_load_d16_hi_u8 v1, v0, s[0:1]", 8),
+        ("buffer_load_b128 v[0:3], off, s[0:3], 0", 128),
+        ("s_load_dwordx4 s[0:3], s[4:5], 0x0; scratch_load_dword v1, off", None),
+    ],
+)
+def test_width_of_a_load_in_amdgcn(instruction, bits):
+    assert codegen._widest_amd("load", instruction) == bits
+
+
+def test_without_ptxas_the_ptx_is_still_read(tmp_path):
+    request = codegen._pack([(copy, (empty(2048),), {}, False)], ("sm_90", "sm_100"))
+    program = (
+        "import triton; triton.knobs.NvidiaTool.from_path = staticmethod(lambda path: None)\n"
+        "from triton_gallery import codegen; codegen._serve()"
+    )
+    env = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    child = subprocess.run([sys.executable, "-c", program], input=request, env=env, stdout=subprocess.PIPE, check=True)
+    ((*outcomes,),) = pickle.loads(child.stdout)
+    for (kernel,) in outcomes:
+        assert kernel.load_bits == 128 and kernel.registers is None and kernel.spills is None
