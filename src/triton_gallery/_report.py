@@ -1,0 +1,257 @@
+"""A benchmark's record: what makes it complete, and how it reads as a table, a figure, a sentence, CSV and JSON."""
+
+import csv
+import html
+import io
+import json
+import math
+import re
+import statistics
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+OURS = "triton_gallery"
+FIGURES = ("median", "p20", "p80")
+PROVENANCE = ("gpu", "driver", "cuda", "torch", "triton", "package", "commit", "date", "command", "inputs")
+
+# Okabe and Ito's colours, which every kind of colour vision tells apart; their yellow is too pale on white.
+_OUR_STYLE = {"color": "#D55E00", "marker": "o", "linewidth": 3, "zorder": 3}
+_PEER_STYLES = [
+    {"color": color, "marker": marker, "linewidth": 1.5}
+    for color, marker in zip(("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"), "s^Dv>P", strict=True)
+]
+
+
+def is_ours(provider: str) -> bool:
+    """Whether a provider is this package's: "triton_gallery", or a variant whose name begins so."""
+    return provider.startswith(OURS)
+
+
+def slug(gpu: str) -> str:
+    """The name of a GPU's folder of records: "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def validate(record: dict, file: str | None = None) -> None:
+    """Refuse a record without complete provenance, or with figures that no measurement gives.
+
+    Args:
+        record: a record's content; `records/README.md` describes the format.
+        file: how errors name the record; made from its GPU and benchmark when None.
+
+    Raises:
+        ValueError: names the record and the key.
+    """
+    file = file or f"{slug(record.get('gpu') or 'unknown-gpu')}/{record.get('benchmark')}.json"
+    for key in ("benchmark", "title", "x", "unit", *PROVENANCE, "rows"):
+        if record.get(key) in (None, "", [], "none", "unknown"):
+            raise ValueError(f"record {file}: {key} is missing" + "; set GALLERY_COMMIT" * (key == "commit"))
+    if not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", record["commit"]):
+        raise ValueError(f"record {file}: commit must be a git commit, got {record['commit']!r}")
+    if "limit" not in record:
+        raise ValueError(f"record {file}: limit is missing; null says that there is none")
+    if record["limit"] and not (record["limit"].get("name") and 0 < record["limit"].get("value", 0) < math.inf):
+        raise ValueError(f"record {file}: limit must have a name and a positive value, got {record['limit']}")
+    for row in record["rows"]:
+        median, p20, p80 = (row.get(key, 0) for key in FIGURES)
+        if not {"x", "provider"} <= row.keys() or not 0 < p20 <= median <= p80 < math.inf:
+            raise ValueError(f"record {file}: rows must have x, provider and 0 < p20 <= median <= p80, got {row}")
+    points = [(row["x"], row["provider"]) for row in record["rows"]]
+    if len(set(points)) < len(points) or OURS not in {provider for _, provider in points}:
+        raise ValueError(f"record {file}: rows must hold {OURS}, and each provider once per x, got {points}")
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """A benchmark's result: `record` as `records/README.md` describes it, measured in this process if `live`."""
+
+    record: dict
+    live: bool = False
+
+    @property
+    def xs(self) -> list:
+        """The values of x, in the order measured."""
+        return list(dict.fromkeys(row["x"] for row in self.record["rows"]))
+
+    @property
+    def providers(self) -> list[str]:
+        """The providers' names, ours first."""
+        return sorted(dict.fromkeys(row["provider"] for row in self.record["rows"]), key=lambda name: name != OURS)
+
+    def series(self, name: str) -> dict:
+        """The median at each x of a provider, of "peers" (the best of the others at that x) or of "limit"."""
+        if name == "limit" and self.record["limit"]:
+            return dict.fromkeys(self.xs, self.record["limit"]["value"])
+        known = self.providers + ["peers"] + ["limit"] * bool(self.record["limit"])
+        if name not in known:
+            raise ValueError(f"{self.record['benchmark']}: series must be one of {', '.join(known)}, got {name!r}")
+        best = {}
+        for row in self.record["rows"]:
+            if row["provider"] == name or (name == "peers" and not is_ours(row["provider"])):
+                best[row["x"]] = max(best.get(row["x"], 0), row["median"])
+        return best
+
+    def quote(self, series: str, base: str | None, at: str) -> str:
+        """The number that `triton_gallery.benchmark.quote` describes."""
+        values = {str(x): value for x, value in self.series(series).items()}
+        if base:
+            below = {str(x): value for x, value in self.series(base).items()}
+            values = {x: value / below[x] for x, value in values.items() if x in below}
+        over = {"worst": min, "best": max, "median": statistics.median}
+        if not values or at not in over | values:
+            known = ", ".join([*over, *values]) if values else "none"
+            raise ValueError(f"{self.record['benchmark']}: {series} must be quoted at one of {known}, got {at!r}")
+        value = over[at](values.values()) if at in over else values[at]
+        if base is None:
+            return f"{_number(value)} {self.record['unit']}"
+        return _percent(value) if base == "limit" else _times(value)
+
+    def provenance(self) -> str:
+        """One line: where, when and with what this was measured."""
+        r = self.record
+        cuda = f"CUDA {r['cuda']}" if r["cuda"][:1].isdigit() else r["cuda"]
+        commit = "" if r["commit"] == "unknown" else f" (commit {r['commit']})"
+        versions = f"torch {r['torch']}, triton {r['triton']}, triton_gallery {r['package']}{commit}"
+        where = f"measured on {r['gpu']}, driver {r['driver']}, {cuda}, {r['date']}"
+        return f"{where}, {versions}, {'live' if self.live else 'recorded'}"
+
+    def summary(self) -> str:
+        """A few lines: our ratio to each peer, where we are slower, our share of the limit, and what was left out."""
+        r, ours = self.record, self.series(OURS)
+        lines = [f"{r['title']}, on {r['gpu']}"]
+        for peer in self.providers[1:]:
+            ratios = {x: ours[x] / value for x, value in self.series(peer).items() if x in ours}
+            if ratios:
+                slower = ", ".join(str(x) for x, ratio in ratios.items() if ratio < 1)
+                where = f"slower at {r['x']} {slower}" if slower else "slower nowhere"
+                lines.append(f"{OURS} / {peer}: {_range(ratios.values(), _times)}; {where}")
+        if r["limit"]:
+            shares = _range([value / r["limit"]["value"] for value in ours.values()], _percent)
+            lines.append(f"{OURS} / limit: {shares}; {self._limit()[0]}")
+        return "\n  ".join(lines + self._left_out())
+
+    __repr__ = summary
+
+    def _limit(self) -> list[str]:
+        bound = self.record["limit"]
+        return [f"limit: {bound['name']}, {_number(bound['value'])} {self.record['unit']}"] if bound else []
+
+    def _left_out(self) -> list[str]:
+        places = {}
+        for entry in self.record.get("left_out", []):
+            places.setdefault((entry["provider"], entry["why"]), []).append(str(entry["x"]))
+        return [f"left out: {provider} at {', '.join(xs)} ({why})" for (provider, why), xs in places.items()]
+
+    def frame(self):
+        """The medians as a pandas DataFrame: one row per x, one column per provider."""
+        import pandas as pd
+
+        index = pd.Index(self.xs, name=self.record["x"])
+        return pd.DataFrame({name: pd.Series(self.series(name)) for name in self.providers}).reindex(index)
+
+    def to_csv(self) -> str:
+        """Every measured point as CSV text: x, provider, median, p20, p80, unit."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ["x", "provider", *FIGURES, "unit"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, "unit": self.record["unit"]} for row in self.record["rows"])
+        return text.getvalue()
+
+    def to_json(self) -> str:
+        """The record as JSON text with one row per line, so that a diff shows which points moved."""
+
+        def dump(value) -> str:
+            if isinstance(value, list) and value:
+                return "[\n    " + ",\n    ".join(json.dumps(item, ensure_ascii=False) for item in value) + "\n  ]"
+            return json.dumps(value, ensure_ascii=False)
+
+        return "{\n" + ",\n".join(f'  "{key}": {dump(value)}' for key, value in self.record.items()) + "\n}\n"
+
+    def plot(self) -> None:
+        """Draw one pyplot figure: each provider's median and 20–80 % band, ours thick, and the limit dashed."""
+        import matplotlib.pyplot as plt
+
+        r, xs = self.record, self.xs
+        figure, ax = plt.subplots(figsize=(8, 4.8), facecolor="white", layout="constrained")
+        # Values of x that are no numbers ("4096×4096×512") stand side by side.
+        place = {x: x if isinstance(x, (int, float)) else i for i, x in enumerate(xs)}
+        peers = iter(_PEER_STYLES)
+        for name in self.providers:
+            style = _OUR_STYLE if name == OURS else next(peers, {"color": "#777777", "marker": "."})
+            rows = [row for row in r["rows"] if row["provider"] == name]
+            at = [place[row["x"]] for row in rows]
+            median, low, high = ([row[key] for row in rows] for key in FIGURES)
+            ax.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            ax.plot(at, median, label=name, **style)
+        if r["limit"]:
+            ax.axhline(r["limit"]["value"], color="#333333", linestyle="--", linewidth=1.2, label=self._limit()[0])
+        if r.get("x_log"):
+            ax.set_xscale("log", base=2)
+        shown = xs[:: math.ceil(len(xs) / 12)]
+        ax.set_xticks([place[x] for x in shown], _ticks(shown), rotation=30 if len(str(shown)) > 80 else 0)
+        ax.minorticks_off()
+        if r.get("y_log"):
+            ax.set_yscale("log")
+        else:
+            ax.set_ylim(0, 1.05 * ax.dataLim.ymax)
+        ax.set(title=f"{r['title']}, measured on {r['gpu']}", xlabel=r["x"], ylabel=f"throughput ({r['unit']})")
+        ax.grid(color="#dddddd", linewidth=0.6)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+
+    def _repr_html_(self) -> str:
+        r, e = self.record, html.escape
+        columns = {name: self.series(name) for name in self.providers}
+        body = ""
+        for x in self.xs:
+            best = max(column[x] for column in columns.values() if x in column)
+            cells = "".join(f"<td>{_cell(column.get(x), best)}</td>" for column in columns.values())
+            body += f'<tr><th scope="row">{e(f"{x:,}" if isinstance(x, int) else str(x))}</th>{cells}</tr>\n'
+        head = "".join(f'<th scope="col">{e(name)}</th>' for name in (r["x"], *columns))
+        notes = [*self._limit(), *self._left_out(), self.provenance()]
+        files = {"csv": ("text/csv", self.to_csv()), "json": ("application/json", self.to_json())}
+        links = " · ".join(
+            f'<a download="{e(r["benchmark"])}.{kind}" href="data:{mime};charset=utf-8,{urllib.parse.quote(text)}">'
+            f"Download {kind.upper()}</a>"
+            for kind, (mime, text) in files.items()
+        )
+        # A region that scrolls must be reachable by keyboard, hence the tabindex and the name.
+        return (
+            f'<div role="region" tabindex="0" aria-label="{e(r["title"])}" style="overflow-x: auto">\n'
+            f"<table>\n<caption>{e(r['title'])}, in {e(r['unit'])}; the best of each row in bold</caption>\n"
+            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>\n"
+            + "".join(f"<p>{e(note[0].upper() + note[1:])}.</p>\n" for note in notes)
+            + f"<p>{links}</p>\n"
+        )
+
+
+def _cell(value: float | None, best: float) -> str:
+    if value is None:
+        return "–"
+    return f"<strong>{_number(value, ',')}</strong>" if value == best else _number(value, ",")
+
+
+def _ticks(xs: list) -> list[str]:
+    """Labels of the x axis; large powers of two read best as such."""
+    if all(isinstance(x, int) and x & (x - 1) == 0 for x in xs) and max(xs) > 2**17:
+        return [f"$2^{{{x.bit_length() - 1}}}$" for x in xs]
+    return [str(x) for x in xs]
+
+
+def _range(values, text: Callable[[float], str]) -> str:
+    return f"{text(min(values))} to {text(max(values))}, median {text(statistics.median(values))}"
+
+
+def _number(value: float, thousands: str = "") -> str:
+    """A positive number with at least three digits: 3122, 45.6, 0.912."""
+    return f"{value:{thousands}.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def _times(ratio: float) -> str:
+    """A ratio: 2.71×."""
+    return f"{ratio:.2f}×"
+
+
+def _percent(share: float) -> str:
+    """A share: 88 %."""
+    return f"{100 * share:.0f} %"

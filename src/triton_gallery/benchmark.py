@@ -1,0 +1,365 @@
+"""Measure, record, load and quote benchmarks.
+
+`perf_report` turns a function into a benchmark. On a GPU its `run` measures; elsewhere it loads the record that the
+package ships, which says where its numbers come from. `quote` reads one number out of a record, for use in a sentence.
+
+Three environment variables serve whoever writes records: ``TRITON_GALLERY_RECORDS`` names the folder that measured
+records are written to, ``GALLERY_COMMAND`` the command to note in them, and ``GALLERY_COMMIT`` the commit, for a copy
+of the sources without its git history.
+"""
+
+import datetime
+import functools
+import importlib.resources
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from ._report import FIGURES, OURS, PROVENANCE, Report, is_ours, slug, validate
+
+LIMITS = {"copy": "GB/s", "matmul-fp16": "TFLOP/s", "matmul-bf16": "TFLOP/s", "matmul-fp8": "TFLOP/s"}
+
+_REFERENCE = re.compile(r"(?P<name>[\w.-]+): (?P<series>.+?)(?: / (?P<base>.+?))? at (?P<at>\S+)")
+
+
+# --- one measurement --------------------------------------------------------------------------------------------------
+
+
+def _device() -> torch.device | None:
+    """The GPU that compiled kernels run on; None without one, and in the interpreter, whose timings say nothing."""
+    return None if triton.knobs.runtime.interpret else torch.accelerator.current_accelerator(check_available=True)
+
+
+def _gpu(function: str) -> torch.device:
+    if _device() is None:
+        raise RuntimeError(f"{function}: needs a GPU and compiled kernels; timings in the interpreter say nothing")
+    return _device()
+
+
+def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> tuple[float, float, float]:
+    """Time `fn` on the GPU, with the L2 cache flushed before each call.
+
+    Args:
+        fn: takes no argument and launches the work.
+        grad_to_none: tensors whose gradient is dropped before each call, when `fn` is a backward pass.
+
+    Returns:
+        The median, 20 % and 80 % quantile of the calls' times in milliseconds.
+
+    Raises:
+        RuntimeError: there is no GPU, or Triton's interpreter is on.
+    """
+    _gpu("measure")
+    return tuple(triton.testing.do_bench(fn, quantiles=[0.5, 0.2, 0.8], grad_to_none=grad_to_none))
+
+
+def gbps(n_bytes: float, times: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Turn bytes moved and `measure`'s times into GB/s: median, 20 % and 80 % quantile of the rate."""
+    median, fast, slow = times
+    return tuple(n_bytes / ms * 1e-6 for ms in (median, slow, fast))
+
+
+def tflops(flops: float, times: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Turn arithmetic operations and `measure`'s times into TFLOP/s: median, 20 % and 80 % quantile of the rate."""
+    return gbps(flops * 1e-3, times)
+
+
+@functools.cache
+def limit(kind: str) -> dict:
+    """Measure the best this GPU can do, once per process: the fastest of many runs.
+
+    Args:
+        kind: "copy" (torch copies a gibibyte; bytes read and written count), or "matmul-fp16", "matmul-bf16",
+            "matmul-fp8" (torch's 8192 × 8192 × 8192 product of random matrices).
+
+    Returns:
+        `name` and `value`, in GB/s for a copy and TFLOP/s for a product.
+    """
+    device, n = _gpu("limit"), 8192
+    if kind == "copy":
+        x = torch.randint(256, (2**30,), dtype=torch.uint8, device=device)
+        name, work, fn = "copy by torch", 2 * x.nbytes * 1e-6, functools.partial(torch.empty_like(x).copy_, x)
+    else:
+        a, b = (torch.randn(n, n, dtype=torch.float16, device=device) for _ in "ab")
+        dtype = {"matmul-fp16": torch.float16, "matmul-bf16": torch.bfloat16, "matmul-fp8": _fp8_dtype()}[kind]
+        a, b, one = a.to(dtype), b.to(dtype), torch.ones((), device=device)
+        name, work, fn = f"torch.matmul {n}³", 2 * n**3 * 1e-9, functools.partial(torch.matmul, a, b)
+        if kind == "matmul-fp8":
+            name, options = f"torch._scaled_mm {n}³", {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+            fn = functools.partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, **options)
+    return {"name": name, "value": _round(work / triton.testing.do_bench(fn, return_mode="min"))}
+
+
+def _fp8_dtype() -> torch.dtype:
+    # The MI300 family multiplies a variant of float8 without a negative zero.
+    is_mi300 = torch.version.hip is not None and "gfx94" in torch.cuda.get_device_properties().gcnArchName
+    return torch.float8_e4m3fnuz if is_mi300 else torch.float8_e4m3fn
+
+
+# --- where it was measured --------------------------------------------------------------------------------------------
+
+
+class Environment(dict):
+    """What `environment` found, by the keys of a record; prints one line per entry."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'triton_gallery' if key == 'package' else key:15}{value}" for key, value in self.items())
+
+    __repr__ = __str__
+
+
+def environment() -> Environment:
+    """Name the GPU, its driver, the versions of everything that takes part, the commit and the date."""
+    device = _device()
+    hip, xpu = torch.version.hip and f"HIP {torch.version.hip}", torch.version.xpu and f"XPU {torch.version.xpu}"
+    return Environment(
+        gpu=_gpu_name() if device else "none: kernels run in the interpreter",
+        driver=_driver(device) if device else "none",
+        cuda=torch.version.cuda or hip or xpu or "none",
+        torch=torch.__version__,
+        triton=triton.__version__,
+        python=platform.python_version(),
+        package=sys.modules[__package__].__version__,
+        commit=os.environ.get("GALLERY_COMMIT") or _commit(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )
+
+
+def _gpu_name() -> str:
+    return torch.get_device_module(_device()).get_device_name()
+
+
+def _driver(device: torch.device) -> str:
+    try:
+        if device.type == "xpu":
+            return torch.xpu.get_device_properties().driver_version
+        if torch.version.hip:
+            return Path("/sys/module/amdgpu/version").read_text().strip()
+        return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@functools.cache
+def _commit() -> str:
+    """The short commit, plus "-dirty" when code that decides a measurement has changed since; "unknown" elsewhere."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    # Records are left out, or the first one written would make the others' commit dirty.
+    code = (":/src/triton_gallery", ":/examples", ":(top,exclude)src/triton_gallery/records")
+    try:
+        # An installed package may lie inside another project's checkout; only a tracked file makes it ours.
+        _output(*git, "ls-files", "--error-unmatch", Path(__file__).name)
+        changed = _output(*git, "status", "--porcelain", "--", *code)
+        return _output(*git, "rev-parse", "--short", "HEAD").strip() + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def load(name: str) -> Report:
+    """Load a record that the package ships: this machine's GPU first, then the H200, then whichever there is.
+
+    Args:
+        name: the benchmark's name, such as "softmax-fp16".
+
+    Raises:
+        FileNotFoundError: no GPU's records hold this benchmark.
+        ValueError: the record is not valid.
+    """
+    gpus = sorted(folder.name for folder in _records().iterdir() if (folder / f"{name}.json").is_file())
+    if not gpus:
+        hint = "`make record` on a GPU machine measures it"
+        raise FileNotFoundError(f"benchmark {name}: no record is committed, and there is no GPU to measure on; {hint}")
+    here = slug(_gpu_name()) if _device() else None
+    gpu = next(gpu for gpu in [here, "nvidia-h200", *gpus] if gpu in gpus)
+    record = json.loads((_records() / gpu / f"{name}.json").read_text(encoding="utf-8"))
+    validate(record, f"{gpu}/{name}.json")
+    return Report(record)
+
+
+def _records():
+    return importlib.resources.files(__package__) / "records"
+
+
+# --- a benchmark ------------------------------------------------------------------------------------------------------
+
+
+def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str | None = None, rounds: int = 1):
+    """Mark a function as a benchmark, in the form of ``triton.testing.perf_report``.
+
+    Args:
+        benchmark: one ``triton.testing.Benchmark``. Its `ylabel` is the unit, "GB/s" or "TFLOP/s"; its `line_names`
+            hold "triton_gallery"; its `styles` are not used.
+        title: what is measured, as a heading.
+        limit: what to measure in the same run as the hardware's limit: one of `LIMITS`, or None.
+        rounds: how often each point is measured, with the providers' order reversed every other time, so that a GPU
+            that slows down as it warms up favours nobody. The median over the rounds counts.
+
+    Returns:
+        A decorator. The function takes the benchmark's arguments and returns what `gbps` or `tflops` returns, or None
+        where the provider does not apply; the decorated object has `run`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+    """
+    if not isinstance(benchmark, triton.testing.Benchmark):
+        raise TypeError(f"perf_report: benchmark must be one triton.testing.Benchmark, got {type(benchmark).__name__}")
+    # More is better in both units: ratios, bold figures and the word "slower" rely on it.
+    if benchmark.ylabel not in LIMITS.values():
+        raise ValueError(f"perf_report: ylabel must be GB/s or TFLOP/s, got {benchmark.ylabel!r}")
+    if OURS not in benchmark.line_names or len(benchmark.line_names) != len(benchmark.line_vals):
+        raise ValueError(f"perf_report: line_names must name each value, one {OURS!r}, got {benchmark.line_names}")
+    if limit is not None and LIMITS.get(limit) != benchmark.ylabel:
+        kinds = ", ".join(kind for kind, unit in LIMITS.items() if unit == benchmark.ylabel)
+        raise ValueError(f"perf_report: limit must be one of {kinds} for {benchmark.ylabel}, got {limit!r}")
+    if rounds < 1:
+        raise ValueError(f"perf_report: rounds must be at least 1, got {rounds}")
+    return lambda fn: PerfReport(fn, benchmark, title, limit, rounds)
+
+
+@dataclass(frozen=True)
+class PerfReport:
+    """A benchmark ready to `run`; made by `perf_report`."""
+
+    fn: Callable
+    benchmark: triton.testing.Benchmark
+    title: str
+    limit: str | None
+    rounds: int
+
+    def run(self) -> Report:
+        """Measure on a GPU, and write the record when ``TRITON_GALLERY_RECORDS`` is set; elsewhere load the record.
+
+        Every call of the function starts from the same seed, so that all providers get the same inputs. A peer that
+        raises a RuntimeError, out of memory included, is left out at that x, and the report says so.
+
+        Raises:
+            FileNotFoundError: there is neither a GPU nor a committed record.
+            RuntimeError: our own provider failed, or a record is asked for and there is no GPU.
+            ValueError: a record is asked for, and its provenance is not complete.
+        """
+        name, folder = self.benchmark.plot_name, os.environ.get("TRITON_GALLERY_RECORDS")
+        if _device() is None:
+            if folder:
+                raise RuntimeError(f"{name}: TRITON_GALLERY_RECORDS is set, and there is no GPU to measure on")
+            report = load(name)
+            print(f"{name}: no GPU to measure on; the committed record is shown, {report.provenance()}.")
+            return report
+        record = self._header()
+        if folder:
+            # Refuse incomplete provenance now, with a row that stands in for the ones to come, and not after minutes.
+            validate(record | {"limit": None, "rows": [{"x": 1, "provider": OURS, "median": 1, "p20": 1, "p80": 1}]})
+        record |= {"limit": None, "left_out": [], "rows": []}
+        if self.limit:
+            try:
+                record["limit"] = limit(self.limit)
+            except RuntimeError as error:
+                record["left_out"].append({"x": "any", "provider": "limit", "why": _first_line(error)})
+        for x in self.benchmark.x_vals:
+            self._measure(x, record)
+        report = Report(record, live=True)
+        if folder:
+            validate(record)
+            file = Path(folder, slug(record["gpu"]), f"{name}.json")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(report.to_json(), encoding="utf-8")
+        return report
+
+    def _header(self) -> dict:
+        bench, found = self.benchmark, environment()
+        arguments = [f"{x}=x" for x in bench.x_names] + [f"{key}={value!r}" for key, value in bench.args.items()]
+        found["inputs"] = f"{self.fn.__name__}({', '.join(arguments)}), torch.manual_seed(0), {self.rounds} round(s)"
+        found["command"] = os.environ.get("GALLERY_COMMAND") or shlex.join(["python", *sys.orig_argv[1:]])
+        x = {"x": bench.xlabel or bench.x_names[0], "x_log": bench.x_log, "y_log": bench.y_log}
+        head = {"benchmark": bench.plot_name, "title": self.title, **x, "unit": bench.ylabel}
+        return head | {key: found[key] for key in PROVENANCE}
+
+    def _measure(self, x, record: dict) -> None:
+        """Add to the record the rows of one x, and what was left out of them."""
+        bench, is_tuple = self.benchmark, isinstance(x, (list, tuple))
+        sizes = dict(zip(bench.x_names, x if is_tuple else [x] * len(bench.x_names), strict=True))
+        x = "×".join(map(str, x)) if is_tuple else x
+        torch.accelerator.empty_cache()
+        if "torch._dynamo" in sys.modules:
+            # After eight shapes of one function torch.compile quietly falls back to eager, a weaker peer.
+            torch.compiler.reset()
+        providers = list(zip(bench.line_names, bench.line_vals, strict=True))
+        points, left_out = {name: [] for name in bench.line_names}, {}
+        for i in range(self.rounds):
+            for name, value in reversed(providers) if i % 2 else providers:
+                if name in left_out:
+                    continue
+                torch.manual_seed(0)
+                try:
+                    point = self.fn(**sizes, **{bench.line_arg: value}, **bench.args)
+                except RuntimeError as error:
+                    if is_ours(name):
+                        error.add_note(f"{bench.plot_name}: {name} failed at x = {x}")
+                        raise
+                    left_out[name] = _first_line(error)
+                else:
+                    points[name].append(point)
+                    if point is None:
+                        left_out[name] = "does not apply"
+        for name in bench.line_names:
+            if name in left_out:
+                record["left_out"].append({"x": x, "provider": name, "why": left_out[name]})
+            else:
+                medians = [_round(statistics.median(values)) for values in zip(*points[name], strict=True)]
+                record["rows"].append({"x": x, "provider": name} | dict(zip(FIGURES, medians, strict=True)))
+
+
+def _round(value: float) -> float:
+    """Five digits, more than a measurement can mean."""
+    return float(f"{value:.5g}")
+
+
+def _first_line(error: Exception) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0], 160, placeholder=" …")
+
+
+# --- a number in a sentence -------------------------------------------------------------------------------------------
+
+
+def quote(reference: str) -> str:
+    """Read one number out of a committed record.
+
+    Args:
+        reference: "<benchmark>: <series> at <x>" or "<benchmark>: <series> / <series> at <x>". A series is a provider's
+            name, "peers" (the best other provider at that x) or "limit"; x is one of the sweep's values, or "worst",
+            "best" or "median" over those where the series were measured.
+
+    Returns:
+        A rate with its unit ("3122 GB/s"), a ratio ("2.71×"), or a share of the limit ("88 %").
+
+    Raises:
+        FileNotFoundError: no record has this name.
+        ValueError: the reference does not read as above, or names a series or an x that the record does not have.
+
+    Example:
+        >>> triton_gallery.benchmark.quote("softmax-fp16: triton_gallery / torch at 4096")  # doctest: +SKIP
+        '2.71×'
+    """
+    match = _REFERENCE.fullmatch(reference.strip())
+    if match is None:
+        form = "'<benchmark>: <series> [/ <series>] at <x, worst, best or median>'"
+        raise ValueError(f"quote: reference must read {form}, got {reference!r}")
+    return load(match["name"]).quote(match["series"], match["base"], match["at"])

@@ -1,0 +1,546 @@
+"""Benchmarks with a GPU that is made up: every figure below is arithmetic, none is a measurement."""
+
+import importlib.resources
+import json
+import re
+import shutil
+import subprocess
+import sys
+import urllib.parse
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+import triton_gallery
+from triton_gallery import _report, benchmark
+
+RATES = {  # x -> median rate in GB/s
+    "triton_gallery": {256: 900.0, 1024: 2000.0, 4096: 3122.4, 16384: 3300.0},
+    "torch": {256: 1000.0, 1024: 1600.0, 4096: 1152.0, 16384: 1500.0},
+    "torch.compile": {256: 600.0, 1024: 2500.0, 4096: 2800.0},
+}
+
+
+def make_record(**changes):
+    rows = [
+        {"x": x, "provider": provider, "median": rate, "p20": 0.9 * rate, "p80": 1.1 * rate}
+        for provider, rates in RATES.items()
+        for x, rate in rates.items()
+    ]
+    record = {
+        "benchmark": "softmax-fp16", "title": "Softmax <of> rows", "x": "row length N", "x_log": True, "y_log": False,
+        "unit": "GB/s", "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0",
+        "package": "0.1.0", "commit": "abc1234", "date": "2026-11-21", "command": "make record", "inputs": "f(N=x)",
+        "limit": {"name": "copy by torch", "value": 4228.0},
+        "left_out": [{"x": 16384, "provider": "torch.compile", "why": "OutOfMemoryError: no room"}], "rows": rows,
+    }  # fmt: skip
+    return record | changes
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    """A folder in place of the package's records, with one record of each of two GPUs."""
+    monkeypatch.setattr(benchmark, "_records", lambda: tmp_path)
+    monkeypatch.delenv("TRITON_GALLERY_RECORDS", raising=False)
+    for gpu in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"):
+        commit(tmp_path, make_record(gpu=gpu))
+    return tmp_path
+
+
+def commit(folder, record):
+    file = folder / _report.slug(record["gpu"]) / f"{record['benchmark']}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(benchmark.Report(record).to_json(), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A GPU on which `measure` returns what the timed function returns."""
+    found = {key: make_record()[key] for key in _report.PROVENANCE if key not in ("command", "inputs")}
+    monkeypatch.delenv("TRITON_GALLERY_RECORDS", raising=False)
+    monkeypatch.setattr(benchmark, "_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(benchmark, "_gpu_name", lambda: found["gpu"])
+    monkeypatch.setattr(benchmark, "environment", lambda: benchmark.Environment(found, python="3.12"))
+    monkeypatch.setattr(benchmark, "measure", lambda fn: fn())
+    monkeypatch.setattr(benchmark, "limit", lambda kind: {"name": kind, "value": 4228.0})
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    return found
+
+
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(benchmark, "_device", lambda: None)
+
+
+def make_benchmark(**changes):
+    options = {
+        "x_names": ["N"], "x_vals": [256, 1024], "x_log": True, "line_arg": "provider",
+        "line_vals": ["triton_gallery", "torch"], "line_names": ["triton_gallery", "torch"], "ylabel": "GB/s",
+        "xlabel": "row length N", "plot_name": "softmax-fp16", "args": {"M": 8},
+    }  # fmt: skip
+    return triton.testing.Benchmark(**options | changes)
+
+
+def bench_softmax(M, N, provider):
+    ms = {"triton_gallery": 1.0, "torch": 2.0}[provider]
+    return benchmark.gbps(M * N * 1e6, benchmark.measure(lambda: (ms, ms / 2, ms * 2)))
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_gbps_and_tflops_turn_fast_times_into_the_high_quantile():
+    assert benchmark.gbps(8e6, (2.0, 1.0, 4.0)) == pytest.approx((4.0, 2.0, 8.0))
+    assert benchmark.tflops(8e9, (2.0, 1.0, 4.0)) == pytest.approx((4.0, 2.0, 8.0))
+
+
+@pytest.mark.parametrize("timer", [lambda: benchmark.measure(lambda: None), lambda: benchmark.limit("copy")])
+def test_timing_without_a_gpu_is_refused(timer, monkeypatch):
+    no_gpu(monkeypatch)
+    with pytest.raises(RuntimeError, match="timings in the interpreter say nothing"):
+        timer()
+
+
+def test_run_writes_a_record_that_loads_again(fake_gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_GALLERY_RECORDS", str(tmp_path))
+    monkeypatch.setenv("GALLERY_COMMAND", "make record")
+    report = benchmark.perf_report(make_benchmark(), title="Softmax", limit="copy")(bench_softmax).run()
+    assert report.live and report.provenance().endswith("live")
+    assert report.series("triton_gallery") == {256: 2048.0, 1024: 8192.0}
+    rates = {"median": 2048, "p20": 1024, "p80": 4096}
+    assert report.record["rows"][0] == {"x": 256, "provider": "triton_gallery"} | rates
+    monkeypatch.setattr(benchmark, "_records", lambda: tmp_path)
+    loaded = benchmark.load("softmax-fp16")
+    assert loaded.record == report.record and not loaded.live
+    assert loaded.record["inputs"] == "bench_softmax(N=x, M=8), torch.manual_seed(0), 1 round(s)"
+    assert loaded.record["command"] == "make record"
+    text = (tmp_path / "nvidia-h200" / "softmax-fp16.json").read_text(encoding="utf-8")
+    assert sum('"median"' in line for line in text.splitlines()) == len(report.record["rows"]) == 4
+
+
+def test_run_writes_nothing_unless_asked_and_needs_no_commit_then(fake_gpu, records):
+    before = sorted(records.rglob("*"))
+    fake_gpu["commit"] = "unknown"
+    report = benchmark.perf_report(make_benchmark(), title="Softmax")(bench_softmax).run()
+    assert sorted(records.rglob("*")) == before
+    assert report.record["limit"] is None and "commit" not in report.provenance()
+
+
+def test_run_refuses_a_record_of_an_unknown_commit_before_it_measures(fake_gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_GALLERY_RECORDS", str(tmp_path))
+    fake_gpu["commit"] = "unknown"
+    with pytest.raises(ValueError, match=r"nvidia-h200/softmax-fp16\.json: commit is missing; set GALLERY_COMMIT"):
+        benchmark.perf_report(make_benchmark(), title="Softmax")(lambda **sizes: pytest.fail("measured")).run()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA is full\nsecond line"), RuntimeError("CUDA is full")])
+def test_run_leaves_out_a_peer_that_fails_and_says_why(error, fake_gpu):
+    def bench(M, N, provider):
+        if provider == "torch" and N == 1024:
+            raise error
+        return bench_softmax(M, N, provider)
+
+    report = benchmark.perf_report(make_benchmark(), title="Softmax", rounds=3)(bench).run()
+    assert report.series("torch") == {256: 1024.0} and 1024 in report.series("triton_gallery")
+    reason = f"torch at 1024 ({type(error).__name__}: CUDA is full)"
+    assert reason in report.summary() and reason in report._repr_html_()
+
+
+def test_run_leaves_out_a_provider_that_does_not_apply(fake_gpu):
+    def bench(M, N, provider):
+        return None if N == 256 else bench_softmax(M, N, provider)
+
+    report = benchmark.perf_report(make_benchmark(), title="Softmax", rounds=2)(bench).run()
+    assert report.xs == [1024] and len(report.record["left_out"]) == 2
+
+
+def test_run_fails_when_our_own_provider_fails(fake_gpu):
+    def bench(M, N, provider):
+        raise torch.OutOfMemoryError("CUDA is full")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+    assert caught.value.__notes__ == ["softmax-fp16: triton_gallery failed at x = 256"]
+
+
+def test_run_does_not_hide_a_mistake_in_the_benchmark(fake_gpu):
+    def bench(M, N, provider):
+        return {"triton_gallery": (1.0, 1.0, 1.0)}[provider]
+
+    with pytest.raises(KeyError):
+        benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+
+
+def test_run_keeps_going_when_the_limit_cannot_be_measured(fake_gpu, monkeypatch):
+    def refuse(kind):
+        raise RuntimeError("no float8 on this GPU")
+
+    monkeypatch.setattr(benchmark, "limit", refuse)
+    report = benchmark.perf_report(make_benchmark(), title="Softmax", limit="copy")(bench_softmax).run()
+    assert report.record["limit"] is None and "limit at any (RuntimeError: no float8" in report.summary()
+
+
+def test_rounds_alternate_the_order_and_take_the_median(fake_gpu):
+    calls = []
+
+    def bench(M, N, provider):
+        calls.append(provider)
+        rate = float(len(calls)) ** 2
+        return rate, rate - 0.5, rate + 0.5
+
+    report = benchmark.perf_report(make_benchmark(x_vals=[256]), title="Softmax", rounds=3)(bench).run()
+    assert calls == ["triton_gallery", "torch", "torch", "triton_gallery", "triton_gallery", "torch"]
+    # triton_gallery was called first, fourth and fifth; torch second, third and sixth.
+    assert report.series("triton_gallery") == {256: 16.0} and report.series("torch") == {256: 9.0}
+    assert report.record["rows"][0]["p20"] == 15.5 and report.record["rows"][0]["p80"] == 16.5
+
+
+def test_every_provider_gets_the_same_random_inputs(fake_gpu):
+    seen = {}
+
+    def bench(M, N, provider):
+        seen[provider, N] = torch.randn(4).tolist()
+        return 1.0, 1.0, 1.0
+
+    benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+    assert seen["triton_gallery", 256] == seen["torch", 256]
+
+
+def test_several_sizes_per_x(fake_gpu):
+    seen = []
+
+    def bench(M, N, K, provider):
+        seen.append((M, N, K))
+        return 1.0, 1.0, 1.0
+
+    sizes = make_benchmark(x_names=["M", "N", "K"], x_vals=[64, (8, 16, 32)], args={}, x_log=False)
+    report = benchmark.perf_report(sizes, title="Products")(bench).run()
+    assert set(seen) == {(64, 64, 64), (8, 16, 32)} and report.xs == [64, "8×16×32"]
+    report.plot()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "message"),
+    [
+        ({"ylabel": "ms"}, {}, ValueError, "ylabel must be GB/s or TFLOP/s, got 'ms'"),
+        ({"line_names": ["ours", "torch"]}, {}, ValueError, "line_names must name each value"),
+        ({"line_vals": ["triton_gallery"]}, {}, ValueError, "line_names must name each value"),
+        ({}, {"limit": "matmul-fp16"}, ValueError, "limit must be one of copy for GB/s, got 'matmul-fp16'"),
+        ({}, {"rounds": 0}, ValueError, "rounds must be at least 1, got 0"),
+    ],
+)
+def test_perf_report_refuses(changes, options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        benchmark.perf_report(make_benchmark(**changes), title="Softmax", **options)
+
+
+def test_perf_report_refuses_a_list_of_benchmarks():
+    with pytest.raises(TypeError, match=r"must be one triton\.testing\.Benchmark, got list"):
+        benchmark.perf_report([make_benchmark()], title="Softmax")
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_run_without_a_gpu_loads_the_committed_record(records, monkeypatch, capsys):
+    no_gpu(monkeypatch)
+    report = benchmark.perf_report(make_benchmark(), title="Softmax")(bench_softmax).run()
+    assert report.record == make_record() and not report.live
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and "committed record is shown, measured on NVIDIA H200" in printed
+
+
+def test_run_without_gpu_and_record_names_the_benchmark_and_the_command(records, monkeypatch):
+    no_gpu(monkeypatch)
+    unknown = benchmark.perf_report(make_benchmark(plot_name="softmax-fp64"), title="Softmax")(bench_softmax)
+    with pytest.raises(FileNotFoundError, match=r"softmax-fp64: no record is committed.*make record"):
+        unknown.run()
+
+
+def test_run_without_a_gpu_refuses_to_write_records(records, monkeypatch):
+    no_gpu(monkeypatch)
+    monkeypatch.setenv("TRITON_GALLERY_RECORDS", str(records))
+    with pytest.raises(RuntimeError, match="softmax-fp16: TRITON_GALLERY_RECORDS is set, and there is no GPU"):
+        benchmark.perf_report(make_benchmark(), title="Softmax")(bench_softmax).run()
+
+
+@pytest.mark.parametrize(
+    ("committed", "present", "chosen"),
+    [
+        (["NVIDIA A100", "NVIDIA H200"], "NVIDIA A100", "NVIDIA A100"),
+        (["NVIDIA A100", "NVIDIA H200"], "NVIDIA B200", "NVIDIA H200"),
+        (["NVIDIA A100", "NVIDIA H200"], None, "NVIDIA H200"),
+        (["NVIDIA A100"], None, "NVIDIA A100"),
+    ],
+)
+def test_load_prefers_the_gpu_at_hand(committed, present, chosen, records, fake_gpu, monkeypatch):
+    shutil.rmtree(records / "nvidia-h200")
+    shutil.rmtree(records / "nvidia-a100-sxm4-80gb")
+    for gpu in committed:
+        commit(records, make_record(gpu=gpu))
+    if present is None:
+        no_gpu(monkeypatch)
+    fake_gpu["gpu"] = present
+    assert benchmark.load("softmax-fp16").record["gpu"] == chosen
+
+
+@pytest.mark.parametrize("key", ["benchmark", "title", "x", "unit", *_report.PROVENANCE, "rows", "limit"])
+@pytest.mark.parametrize("how", ["absent", "empty"])
+def test_validate_refuses_a_missing_key(key, how):
+    record = make_record(**{key: ""})
+    if how == "absent":
+        del record[key]
+    elif key == "limit":
+        record["limit"] = {"name": "copy by torch"}
+    with pytest.raises(ValueError, match=rf"record nvidia-h200/softmax-fp16\.json: {key} (is missing|must)"):
+        benchmark.validate(record, "nvidia-h200/softmax-fp16.json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"commit": "unknown"},
+        {"commit": "main"},
+        {"driver": "unknown"},
+        {"limit": {"name": "copy", "value": float("nan")}},
+        {"rows": [{"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": 3.0, "p80": 4.0}]},
+        {"rows": [{"x": 1, "provider": "triton_gallery", "median": float("nan"), "p20": 1.0, "p80": 4.0}]},
+        {"rows": [{"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": 1.0}]},
+        {"rows": [{"x": 1, "provider": "torch", "median": 2.0, "p20": 1.0, "p80": 4.0}]},
+        {"rows": 2 * [{"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": 1.0, "p80": 4.0}]},
+    ],
+)
+def test_validate_refuses_what_no_measurement_gives(changes):
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} (is missing|must)"):
+        benchmark.validate(make_record(**changes))
+
+
+def test_validate_accepts_a_complete_record():
+    benchmark.validate(make_record())
+    benchmark.validate(make_record(limit=None, commit="abc1234-dirty"))
+
+
+def test_load_refuses_an_incomplete_record(records):
+    file = commit(records, make_record(date=""))
+    with pytest.raises(ValueError, match=rf"record {file.parent.name}/{file.name}: date is missing"):
+        benchmark.load("softmax-fp16")
+
+
+def test_committed_records_are_complete():
+    folder = Path(str(importlib.resources.files("triton_gallery") / "records"))
+    assert (folder / "README.md").is_file()
+    for file in folder.glob("*/*.json"):
+        text = file.read_text(encoding="utf-8")
+        record = json.loads(text)
+        benchmark.validate(record, str(file))
+        assert (file.parent.name, file.stem) == (_report.slug(record["gpu"]), record["benchmark"])
+        assert text == benchmark.Report(record).to_json(), f"{file} was not written by triton_gallery"
+
+
+# --- reading a report -------------------------------------------------------------------------------------------------
+
+
+def test_plot_says_what_where_and_in_which_units(records):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+    benchmark.load("softmax-fp16").plot()
+    (number,) = plt.get_fignums()
+    (ax,) = plt.figure(number).axes
+    assert ax.get_title() == "Softmax <of> rows, measured on NVIDIA H200"
+    assert ax.get_xlabel() == "row length N" and ax.get_ylabel() == "throughput (GB/s)" and ax.get_xscale() == "log"
+    lines = {line.get_label(): line for line in ax.lines}
+    assert list(lines) == [*RATES, "limit: copy by torch, 4228 GB/s"]
+    assert lines["torch.compile"].get_xydata().tolist() == [list(point) for point in RATES["torch.compile"].items()]
+    assert lines["limit: copy by torch, 4228 GB/s"].get_linestyle() == "--"
+    drawn = [lines[name] for name in RATES]
+    assert len({line.get_color() for line in drawn}) == len({line.get_marker() for line in drawn}) == 3
+    assert all(lines["triton_gallery"].get_linewidth() > line.get_linewidth() for line in drawn[1:])
+    assert len(ax.collections) == 3, "one band per provider"
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["256", "1024", "4096", "16384"]
+    plt.close("all")
+
+
+def test_html_table(records):
+    html = benchmark.load("softmax-fp16")._repr_html_()
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', html)
+    assert rows[0] == ("256", "<td>900</td><td><strong>1,000</strong></td><td>600</td>")
+    assert rows[3] == ("16,384", "<td><strong>3,300</strong></td><td>1,500</td><td>–</td>")
+    assert html.count("<strong>") == 4 and "overflow-x: auto" in html
+    assert "Softmax &lt;of&gt; rows" in html and "<of>" not in html
+    assert "Limit: copy by torch, 4228 GB/s." in html
+    assert (
+        "Measured on NVIDIA H200, driver 580.1, CUDA 13.0, 2026-11-21, torch 2.11.0, triton 3.6.0, "
+        "triton_gallery 0.1.0 (commit abc1234), recorded." in html
+    )
+
+
+def test_downloads_hold_every_point(records):
+    report = benchmark.load("softmax-fp16")
+    links = re.findall(r'<a download="(.*?)" href="data:(.*?),(.*?)">', report._repr_html_())
+    assert [(name, kind) for name, kind, _ in links] == [
+        ("softmax-fp16.csv", "text/csv;charset=utf-8"),
+        ("softmax-fp16.json", "application/json;charset=utf-8"),
+    ]
+    csv_text, json_text = (urllib.parse.unquote(data) for _, _, data in links)
+    assert json.loads(json_text) == report.record and json_text == report.to_json()
+    assert csv_text.splitlines()[0] == "x,provider,median,p20,p80,unit"
+    assert len(csv_text.splitlines()) == 1 + len(report.record["rows"])
+
+
+def test_frame(records):
+    frame = benchmark.load("softmax-fp16").frame()
+    assert list(frame.columns) == list(RATES) and frame.index.name == "row length N"
+    assert frame.loc[1024, "torch"] == 1600 and frame.isna().sum().sum() == 1
+
+
+def test_summary_tells_losses_too(records):
+    lines = benchmark.load("softmax-fp16").summary().splitlines()
+    assert lines == [
+        "Softmax <of> rows, on NVIDIA H200",
+        "  triton_gallery / torch: 0.90× to 2.71×, median 1.73×; slower at row length N 256",
+        "  triton_gallery / torch.compile: 0.80× to 1.50×, median 1.12×; slower at row length N 1024",
+        "  triton_gallery / limit: 21 % to 78 %, median 61 %; limit: copy by torch, 4228 GB/s",
+        "  left out: torch.compile at 16384 (OutOfMemoryError: no room)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        ("softmax-fp16: triton_gallery at 4096", "3122 GB/s"),
+        ("softmax-fp16: triton_gallery at worst", "900 GB/s"),
+        ("softmax-fp16: triton_gallery at best", "3300 GB/s"),
+        ("softmax-fp16: triton_gallery at median", "2561 GB/s"),
+        ("softmax-fp16: triton_gallery / torch at 4096", "2.71×"),
+        ("softmax-fp16: triton_gallery / torch.compile at worst", "0.80×"),
+        ("softmax-fp16: triton_gallery / limit at 4096", "74 %"),
+        ("softmax-fp16: triton_gallery / limit at best", "78 %"),
+        ("softmax-fp16: limit at 4096", "4228 GB/s"),
+        ("softmax-fp16: peers at 1024", "2500 GB/s"),
+        ("softmax-fp16: triton_gallery / peers at 4096", "1.12×"),  # the best peer there is torch.compile
+        ("softmax-fp16: triton_gallery / peers at 16384", "2.20×"),  # torch.compile is left out there
+        ("softmax-fp16: triton_gallery / peers at worst", "0.80×"),
+        ("softmax-fp16: triton_gallery / peers at best", "2.20×"),
+        ("softmax-fp16: triton_gallery / peers at median", "1.01×"),
+    ],
+)
+def test_quote(reference, text, records):
+    assert benchmark.quote(reference) == text
+
+
+@pytest.mark.parametrize(
+    ("reference", "error", "message"),
+    [
+        ("softmax-fp64: torch at 4096", FileNotFoundError, "benchmark softmax-fp64: no record is committed"),
+        ("softmax-fp16: cudnn at 4096", ValueError, "one of triton_gallery, torch, torch.compile, peers, limit, got"),
+        ("softmax-fp16: torch / cudnn at 4096", ValueError, "got 'cudnn'"),
+        ("softmax-fp16: torch at 512", ValueError, "one of worst, best, median, 256, 1024, 4096, 16384, got '512'"),
+        ("softmax-fp16: torch / torch.compile at 16384", ValueError, "256, 1024, 4096, got '16384'"),
+        ("softmax-fp16: torch", ValueError, "reference must read '<benchmark>: <series> [/ <series>] at"),
+        ("softmax-fp16 torch at 4096", ValueError, "got 'softmax-fp16 torch at 4096'"),
+    ],
+)
+def test_quote_refuses(reference, error, message, records):
+    with pytest.raises(error, match=re.escape(message)):
+        benchmark.quote(reference)
+
+
+def test_quoted_numbers_have_three_digits():
+    assert [_report._number(value) for value in (3122.4, 99.96, 45.64, 0.9123)] == ["3122", "100.0", "45.6", "0.912"]
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+
+def test_environment_names_versions_and_commit(monkeypatch):
+    monkeypatch.setenv("GALLERY_COMMIT", "0123abc")
+    text = str(benchmark.environment())
+    for expected in (torch.__version__, triton.__version__, triton_gallery.__version__, "0123abc"):
+        assert expected in text
+    assert re.search(r"^date +20\d\d-\d\d-\d\d$", text, re.MULTILINE)
+
+
+def test_commit_of_a_checkout_and_of_an_installed_package(tmp_path, monkeypatch):
+    def git(*args):
+        options = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", str(tmp_path), *options, *args], check=True, capture_output=True)
+
+    package = tmp_path / "src" / "triton_gallery"
+    (package / "records").mkdir(parents=True)
+    source = package / "benchmark.py"
+    source.write_text("one")
+    monkeypatch.setattr(benchmark, "__file__", str(source))
+    found = benchmark._commit.__wrapped__
+    git("init")
+    (tmp_path / "README.md").write_text("another project's checkout, where the package is not tracked")
+    git("add", "README.md")
+    git("commit", "-m", "one")
+    assert found() == "unknown"
+    git("add", ".")
+    git("commit", "-m", "two")
+    clean = found()
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    (package / "records" / "new.json").write_text("{}")
+    (tmp_path / "README.md").write_text("changed")
+    assert found() == clean, "neither a new record nor prose changes what was measured"
+    source.write_text("two")
+    assert found() == f"{clean}-dirty"
+
+
+def test_import_loads_neither_kernels_nor_plotting_nor_a_device():
+    code = (
+        "import sys, triton_gallery.benchmark, torch;"
+        "print({'matplotlib', 'pandas', 'torch._dynamo'} & set(sys.modules), torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set() False"
+    for module in (benchmark, _report):
+        imported = re.findall(r"^from \.(\w*) import", Path(module.__file__).read_text(), re.MULTILINE)
+        assert set(imported) <= {"_report"}
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_measure_orders_its_quantiles_and_flushes_the_cache(device):
+    x = torch.randn(2**22, device=device)  # 16 MiB in and out stay in a large L2 unless it is flushed
+    median, fast, slow = benchmark.measure(lambda: x.neg())
+    assert 0 < fast <= median <= slow
+    assert benchmark.gbps(2 * x.nbytes, (median, fast, slow))[0] < benchmark.limit("copy")["value"] * 1.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", benchmark.LIMITS)
+def test_limit_is_measured_once(kind, device):
+    if kind == "matmul-fp8" and torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no float8 products on this GPU")
+    assert benchmark.limit(kind)["value"] > 1
+    assert benchmark.limit(kind) is benchmark.limit(kind)
+
+
+@pytest.mark.gpu
+def test_run_on_a_gpu_writes_a_complete_record(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_GALLERY_RECORDS", str(tmp_path))
+    if benchmark.environment()["commit"] == "unknown":
+        monkeypatch.setenv("GALLERY_COMMIT", "0" * 7)
+
+    def bench(M, N, provider):
+        x = torch.randn(M, N, device=device)
+        if provider == "torch" and N == 1024:
+            torch.empty(2**50, device=device)
+        add = triton_gallery.add if provider == "triton_gallery" else torch.add
+        return benchmark.gbps(3 * x.nbytes, benchmark.measure(lambda: add(x, x)))
+
+    report = benchmark.perf_report(make_benchmark(), title="Sum", limit="copy", rounds=2)(bench).run()
+    assert list(report.series("torch")) == [256] and list(report.series("triton_gallery")) == [256, 1024]
+    (file,) = tmp_path.glob("*/softmax-fp16.json")
+    record = json.loads(file.read_text(encoding="utf-8"))
+    benchmark.validate(record)
+    assert "OutOfMemoryError" in record["left_out"][0]["why"]
