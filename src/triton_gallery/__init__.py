@@ -23,7 +23,7 @@ if "TRITON_INTERPRET" not in os.environ and not (torch.cuda.is_available() or to
         os.environ["TRITON_INTERPRET"] = "1"
         print("triton_gallery: no GPU found; kernels run on CPU tensors in Triton's interpreter.", file=sys.stderr)
 
-from . import codegen  # noqa: E402
+from . import benchmark, codegen  # noqa: E402
 from .vector_add import add  # noqa: E402
 
-__all__ = ["add", "codegen"]
+__all__ = ["add", "benchmark", "codegen"]
