@@ -1,0 +1,596 @@
+"""Layer norm and RMS norm: statistics of a row in registers, and gradients of the weights without locks."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ._launch import FLOATS, check_same_device, check_tensor, launch, num_multiprocessors, operator
+
+# Rows of up to this many bytes stay in the registers of one program; the forward pass reads longer ones twice.
+_FWD_MAX_BYTES = 65536
+# About this many elements at a time keep one program busy: short rows share a program, long rows are cut.
+_FWD_TILE = 2048
+_FWD_LONG_TILE = 8192
+_BWD_TILE = 4096
+# Columns that one program adds up from the partial rows of dw and db.
+_DWDB_COLS = 16
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _layer_norm_fwd_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    weight_ptr,  # (n_cols,) or None
+    bias_ptr,  # (n_cols,) or None
+    y_ptr,  # (n_rows, n_cols)
+    mean_ptr,  # (n_rows,), or None for RMS norm, which subtracts no mean
+    rstd_ptr,  # (n_rows,)
+    n_rows,
+    n_cols,
+    x_row_stride,
+    eps: tl.float64,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program i owns rows i * BLOCK_M to (i + 1) * BLOCK_M: y = (x - mean) / sqrt(var + eps) * weight + bias."""
+    COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    row_mask = rows < n_rows
+    col_mask = cols < n_cols
+    mask = row_mask[:, None] & col_mask[None, :]
+    # Padded lanes read 0, which adds nothing to the sums.
+    x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE_DTYPE)
+    if mean_ptr is not None:
+        mean = tl.sum(x, axis=1) / n_cols
+        tl.store(mean_ptr + rows, mean, mask=row_mask)
+        # After the subtraction padded lanes would hold -mean: without the mask they would count in the variance.
+        x = tl.where(mask, x - mean[:, None], 0.0)
+    var = tl.sum(x * x, axis=1) / n_cols
+    rstd = tl.rsqrt(var + tl.full((), eps, COMPUTE_DTYPE))
+    tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+    y = x * rstd[:, None]
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + cols, mask=col_mask).to(COMPUTE_DTYPE)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=col_mask).to(COMPUTE_DTYPE)[None, :]
+    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _layer_norm_fwd_long_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    weight_ptr,  # (n_cols,) or None
+    bias_ptr,  # (n_cols,) or None
+    y_ptr,  # (n_rows, n_cols)
+    mean_ptr,  # (n_rows,), or None for RMS norm
+    rstd_ptr,  # (n_rows,)
+    n_cols,
+    x_row_stride,
+    eps: tl.float64,
+    BLOCK_N: tl.constexpr,
+):
+    """Program i owns row i and walks it twice, block by block: once for the statistics, once for y."""
+    COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_N)
+    # Lane j follows Welford's recurrence over elements j, j + BLOCK_N, ...: no lane waits for another inside the loop.
+    mean = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+    m2 = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+    for start in range(0, n_cols, BLOCK_N):
+        cols = start + lanes
+        mask = cols < n_cols
+        x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(COMPUTE_DTYPE)
+        if mean_ptr is not None:
+            delta = tl.where(mask, x - mean, 0.0)
+            mean += delta / (start // BLOCK_N + 1)
+            m2 += delta * (x - mean)
+        else:
+            m2 += x * x
+    if mean_ptr is not None:
+        # Chan's formula joins the lanes: each brings its own spread, and the distance of its mean from the row's.
+        count = (n_cols - lanes + BLOCK_N - 1) // BLOCK_N
+        row_mean = tl.sum(mean * count, axis=0) / n_cols
+        m2 += (mean - row_mean) * (mean - row_mean) * count
+        tl.store(mean_ptr + row, row_mean)
+    rstd = tl.rsqrt(tl.sum(m2, axis=0) / n_cols + tl.full((), eps, COMPUTE_DTYPE))
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, n_cols, BLOCK_N):
+        cols = start + lanes
+        mask = cols < n_cols
+        y = tl.load(x_ptr + row * x_row_stride + cols, mask=mask).to(COMPUTE_DTYPE)
+        if mean_ptr is not None:
+            y -= row_mean
+        y *= rstd
+        if weight_ptr is not None:
+            y *= tl.load(weight_ptr + cols, mask=mask).to(COMPUTE_DTYPE)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + cols, mask=mask).to(COMPUTE_DTYPE)
+        tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# --- backward ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _layer_norm_bwd_kernel(
+    dy_ptr,  # (n_rows, n_cols)
+    x_ptr,  # (n_rows, n_cols)
+    weight_ptr,  # (n_cols,) or None
+    mean_ptr,  # (n_rows,), or None for RMS norm
+    rstd_ptr,  # (n_rows,)
+    row_means_ptr,  # (2, n_rows), or None when a block covers the whole row
+    dx_ptr,  # (n_rows, n_cols)
+    dw_partial_ptr,  # (n_programs, n_cols) or None
+    db_partial_ptr,  # (n_programs, n_cols) or None
+    n_rows,
+    n_cols,
+    dy_row_stride,
+    dy_col_stride,
+    x_row_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Program (j, i) owns columns j * BLOCK_N to (j + 1) * BLOCK_N of every n_programs-th tile of BLOCK_M rows.
+
+    dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd with g = dy * weight and x_hat = (x - mean) * rstd; row i of the
+    partial sums takes the program's share of dw = sum(dy * x_hat) and db = sum(dy).
+    """
+    COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = cols < n_cols
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(COMPUTE_DTYPE)
+    # Each lane sums its own column over the loop; rows of the tile meet after it.
+    dw = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE_DTYPE)
+    db = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE_DTYPE)
+    program = tl.program_id(1).to(tl.int64)
+    for start in tl.range(program * BLOCK_M, n_rows, tl.num_programs(1) * BLOCK_M, num_stages=NUM_STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        row_mask = rows < n_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE_DTYPE)
+        # dy = 0 in padded lanes: every sum below has it as a factor.
+        dy = tl.load(dy_ptr + rows[:, None] * dy_row_stride + cols[None, :] * dy_col_stride, mask=mask, other=0.0)
+        dy = dy.to(COMPUTE_DTYPE)
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        x_hat = x * rstd
+        if mean_ptr is not None:
+            x_hat = (x - tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]) * rstd
+        g = dy
+        if weight_ptr is not None:
+            g = dy * weight[None, :]
+        if row_means_ptr is None:
+            gx_mean = tl.sum(g * x_hat, axis=1)[:, None] / n_cols
+        else:
+            gx_mean = tl.load(row_means_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        dx = g - x_hat * gx_mean
+        if mean_ptr is not None:
+            if row_means_ptr is None:
+                g_mean = tl.sum(g, axis=1)[:, None] / n_cols
+            else:
+                g_mean = tl.load(row_means_ptr + n_rows + rows, mask=row_mask, other=0.0)[:, None]
+            dx -= g_mean
+        dx *= rstd
+        tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        dw += dy * x_hat
+        db += dy
+    if dw_partial_ptr is not None:
+        tl.store(dw_partial_ptr + program * n_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
+    if db_partial_ptr is not None:
+        tl.store(db_partial_ptr + program * n_cols + cols, tl.sum(db, axis=0), mask=col_mask)
+
+
+@triton.jit
+def _layer_norm_bwd_row_means_kernel(
+    dy_ptr,  # (n_rows, n_cols)
+    x_ptr,  # (n_rows, n_cols)
+    weight_ptr,  # (n_cols,) or None
+    mean_ptr,  # (n_rows,), or None for RMS norm
+    rstd_ptr,  # (n_rows,)
+    row_means_ptr,  # (2, n_rows)
+    n_rows,
+    n_cols,
+    dy_row_stride,
+    dy_col_stride,
+    x_row_stride,
+    BLOCK_N: tl.constexpr,
+):
+    """Program i owns row i: mean(g * x_hat) and mean(g) of a row too long for one block, with g = dy * weight."""
+    COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(rstd_ptr + row)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
+    gx_sum = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+    g_sum = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+    for start in range(0, n_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = cols < n_cols
+        x_hat = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(COMPUTE_DTYPE)
+        if mean_ptr is not None:
+            x_hat -= mean
+        g = tl.load(dy_ptr + row * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0).to(COMPUTE_DTYPE)
+        if weight_ptr is not None:
+            g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(COMPUTE_DTYPE)
+        gx_sum += g * x_hat
+        g_sum += g
+    tl.store(row_means_ptr + row, tl.sum(gx_sum, axis=0) * rstd / n_cols)
+    tl.store(row_means_ptr + n_rows + row, tl.sum(g_sum, axis=0) / n_cols)
+
+
+@triton.jit
+def _layer_norm_bwd_dwdb_kernel(
+    dw_partial_ptr,  # (n_partials, n_cols) or None
+    db_partial_ptr,  # (n_partials, n_cols) or None
+    dw_ptr,  # (n_cols,) or None
+    db_ptr,  # (n_cols,) or None
+    n_partials,
+    n_cols,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program j owns columns j * BLOCK_N to (j + 1) * BLOCK_N: the sum of all partial rows, in one fixed order."""
+    partials = tl.arange(0, BLOCK_P).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offsets = partials[:, None] * n_cols + cols[None, :]
+    mask = (partials < n_partials)[:, None] & (cols < n_cols)[None, :]
+    if dw_ptr is not None:
+        dw = tl.sum(tl.load(dw_partial_ptr + offsets, mask=mask, other=0.0), axis=0)
+        tl.store(dw_ptr + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < n_cols)
+    if db_ptr is not None:
+        db = tl.sum(tl.load(db_partial_ptr + offsets, mask=mask, other=0.0), axis=0)
+        tl.store(db_ptr + cols, db.to(db_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _fwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program in the forward pass."""
+    block_n = triton.next_power_of_2(n_cols)
+    if block_n * x.element_size() > _FWD_MAX_BYTES:
+        return 1, _FWD_LONG_TILE * 2 // x.element_size(), 16
+    return max(1, _FWD_TILE // block_n), block_n, min(max(4, block_n // 1024), 16)
+
+
+def _bwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int, int]:
+    """(rows, columns, warps, programs per multiprocessor) of a program in the backward pass."""
+    tile = _BWD_TILE // 4 if x.dtype == torch.float64 else _BWD_TILE
+    block_n = triton.next_power_of_2(n_cols)
+    # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
+    vectorized = n_cols % 16 == 0
+    if vectorized and block_n == 2 * tile:
+        return 1, block_n, 16, 1
+    block_n = min(block_n, tile)
+    return tile // block_n, block_n, 4 if vectorized and x.element_size() == 2 else 8, 2
+
+
+def _rows(x: torch.Tensor, n_cols: int, col_strides: tuple[int, ...] = (1,)) -> torch.Tensor:
+    """x as a matrix of n_cols columns: a view wherever its strides allow one, otherwise a copy."""
+    rows = x.reshape(-1, n_cols)
+    return rows if rows.stride(1) in col_strides or n_cols == 1 else rows.contiguous()
+
+
+def _empty_outputs(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n_cols: int,
+    eps: float,
+    subtract_mean: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    n_rows = x.numel() // n_cols if n_cols else 0
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    mean = torch.empty(n_rows if subtract_mean else 0, dtype=_compute_dtype(x), device=x.device)
+    rstd = torch.empty(n_rows, dtype=_compute_dtype(x), device=x.device)
+    return y, mean, rstd
+
+
+@operator(fake=_empty_outputs)
+def _layer_norm_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n_cols: int,
+    eps: float,
+    subtract_mean: bool,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns y, and the mean (empty for RMS norm) and rstd of each row."""
+    y, mean, rstd = _empty_outputs(x, weight, bias, n_cols, eps, subtract_mean, out_dtype)
+    n_rows = rstd.numel()
+    if n_rows == 0:
+        return y, mean, rstd
+    rows = _rows(x, n_cols)
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    mean_or_none = mean if subtract_mean else None
+    block_m, block_n, num_warps = _fwd_blocks(x, n_cols)
+    if n_cols <= block_n:
+        launch(
+            _layer_norm_fwd_kernel, (triton.cdiv(n_rows, block_m),),
+            rows, weight, bias, y, mean_or_none, rstd, n_rows, n_cols, rows.stride(0), eps,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
+        )  # fmt: skip
+    else:
+        launch(
+            _layer_norm_fwd_long_kernel, (n_rows,),
+            rows, weight, bias, y, mean_or_none, rstd, n_cols, rows.stride(0), eps,
+            BLOCK_N=block_n, num_warps=num_warps,
+        )  # fmt: skip
+    return y, mean, rstd
+
+
+def _empty_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    n_cols: int,
+    dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dw = torch.empty(n_cols if dw_dtype else 0, dtype=dw_dtype, device=x.device)
+    db = torch.empty(n_cols if db_dtype else 0, dtype=db_dtype, device=x.device)
+    return dx, dw, db
+
+
+@operator(fake=_empty_gradients)
+def _layer_norm_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    n_cols: int,
+    dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns dx, and dw and db as rows of n_cols elements (empty where the dtype is None: not asked for)."""
+    dx, dw, db = _empty_gradients(dy, x, weight, mean, rstd, n_cols, dw_dtype, db_dtype)
+    n_rows = rstd.numel()
+    if n_rows == 0:
+        return dx, dw.zero_(), db.zero_()
+    x, dy = _rows(x, n_cols), _rows(dy, n_cols, col_strides=(0, 1))
+    weight = None if weight is None else weight.contiguous()
+    mean = mean if mean.numel() else None
+    shapes_and_strides = (n_rows, n_cols, dy.stride(0), dy.stride(1), x.stride(0))
+
+    block_m, block_n, num_warps, programs_per_sm = _bwd_blocks(x, n_cols)
+    n_col_blocks = triton.cdiv(n_cols, block_n)
+    row_means = None
+    if n_col_blocks > 1:
+        row_means = torch.empty((2, n_rows), dtype=rstd.dtype, device=x.device)
+        launch(
+            _layer_norm_bwd_row_means_kernel, (n_rows,),
+            dy, x, weight, mean, rstd, row_means, *shapes_and_strides,
+            BLOCK_N=block_n // 2, num_warps=8,
+        )  # fmt: skip
+    # As many programs as fit on the GPU at once, and no more: each of them adds a partial row.
+    max_programs = programs_per_sm * num_multiprocessors(x.device)
+    n_programs = min(max(1, max_programs // n_col_blocks), triton.cdiv(n_rows, block_m))
+    dw_partial = torch.empty((n_programs, n_cols), dtype=rstd.dtype, device=x.device) if dw_dtype else None
+    db_partial = torch.empty((n_programs, n_cols), dtype=rstd.dtype, device=x.device) if db_dtype else None
+    launch(
+        _layer_norm_bwd_kernel, (n_col_blocks, n_programs),
+        dy, x, weight, mean, rstd, row_means, dx, dw_partial, db_partial, *shapes_and_strides,
+        BLOCK_M=block_m, BLOCK_N=block_n, NUM_STAGES=3, num_warps=num_warps,
+    )  # fmt: skip
+    if dw_dtype or db_dtype:
+        launch(
+            _layer_norm_bwd_dwdb_kernel, (triton.cdiv(n_cols, _DWDB_COLS),),
+            dw_partial, db_partial, dw if dw_dtype else None, db if db_dtype else None, n_programs, n_cols,
+            BLOCK_P=triton.next_power_of_2(max_programs), BLOCK_N=_DWDB_COLS, num_warps=8,
+        )  # fmt: skip
+    return dx, dw, db
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, normalized_shape, eps, subtract_mean, out_dtype):
+        n_cols = math.prod(normalized_shape)
+        y, mean, rstd = _layer_norm_fwd(x, weight, bias, n_cols, eps, subtract_mean, out_dtype)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.normalized_shape, ctx.eps = normalized_shape, eps
+        ctx.dw_dtype = weight.dtype if ctx.needs_input_grad[1] else None
+        ctx.db_dtype = bias.dtype if ctx.needs_input_grad[2] else None
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, mean, rstd = ctx.saved_tensors
+        n_cols = math.prod(ctx.normalized_shape)
+        if torch.is_grad_enabled():
+            grads = _LayerNormBackward.apply(dy, x, weight, mean, rstd, n_cols, ctx.dw_dtype, ctx.db_dtype, ctx.eps)
+        else:
+            grads = _layer_norm_bwd(dy, x, weight, mean, rstd, n_cols, ctx.dw_dtype, ctx.db_dtype)
+        dx, dw, db = grads
+        return (
+            dx if ctx.needs_input_grad[0] else None,
+            dw.view(ctx.normalized_shape) if ctx.dw_dtype else None,
+            db.view(ctx.normalized_shape) if ctx.db_dtype else None,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+class _LayerNormBackward(torch.autograd.Function):
+    """The backward pass for `create_graph=True`: second derivatives go through its formula in torch operations."""
+
+    @staticmethod
+    def forward(ctx, dy, x, weight, mean, rstd, n_cols, dw_dtype, db_dtype, eps):
+        ctx.save_for_backward(dy, x, weight)
+        ctx.n_cols, ctx.eps, ctx.subtract_mean = n_cols, eps, mean.numel() > 0
+        ctx.wanted = (True, dw_dtype is not None, db_dtype is not None)
+        return _layer_norm_bwd(dy, x, weight, mean, rstd, n_cols, dw_dtype, db_dtype)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        inputs = ctx.saved_tensors
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            outputs = _gradients_in_torch(*inputs, ctx.n_cols, ctx.eps, ctx.subtract_mean)
+            pairs = [(out.to(g.dtype), g) for out, g, wanted in zip(outputs, grads, ctx.wanted, strict=True) if wanted]
+        needed = [i for i in range(3) if ctx.needs_input_grad[i]]
+        results = [None] * 9
+        outputs, grads = zip(*pairs, strict=True)
+        found = torch.autograd.grad(
+            outputs, [inputs[i] for i in needed], grads, create_graph=create_graph, allow_unused=True
+        )
+        for i, grad in zip(needed, found, strict=True):
+            results[i] = grad
+        return tuple(results)
+
+
+def _gradients_in_torch(dy, x, weight, n_cols, eps, subtract_mean):
+    """What `_layer_norm_bwd_kernel` computes, from x alone and differentiable."""
+    compute_dtype = _compute_dtype(x)
+    rows, dy = x.reshape(-1, n_cols).to(compute_dtype), dy.reshape(-1, n_cols).to(compute_dtype)
+    if subtract_mean:
+        rows = rows - rows.mean(1, keepdim=True)
+    rstd = (rows.square().mean(1, keepdim=True) + eps).rsqrt()
+    x_hat = rows * rstd
+    g = dy if weight is None else dy * weight.reshape(-1).to(compute_dtype)
+    dx = g - x_hat * (g * x_hat).mean(1, keepdim=True)
+    if subtract_mean:
+        dx = dx - g.mean(1, keepdim=True)
+    return (dx * rstd).view(x.shape), (dy * x_hat).sum(0), dy.sum(0)
+
+
+# --- public functions -------------------------------------------------------------------------------------------------
+
+
+def _normalize(op, x, normalized_shape, weight, bias, eps):
+    check_tensor(op, "x", x)
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    elif not isinstance(normalized_shape, Sequence):
+        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
+    normalized_shape = tuple(normalized_shape)
+    if not normalized_shape or tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:
+        shapes = f"x of shape {tuple(x.shape)}, got {normalized_shape}"
+        raise ValueError(f"{op}: normalized_shape must name the last dimensions (at least one) of {shapes}")
+    # torch's autocast runs both norms in float32: here x is read as it is, and only the output is float32.
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    autocast = x.device.type in ("cuda", "xpu") and torch.is_autocast_enabled(x.device.type)
+    out_dtype = torch.float32 if half and autocast else x.dtype
+    if op == "rms_norm" or autocast:
+        affine_dtypes = FLOATS
+    else:
+        affine_dtypes = (x.dtype, torch.float32) if half else (x.dtype,)
+    for name, param in (("weight", weight), ("bias", bias)):
+        if param is None:
+            continue
+        check_tensor(op, name, param, affine_dtypes)
+        if tuple(param.shape) != normalized_shape:
+            raise ValueError(f"{op}: {name} must have shape {normalized_shape}, got {tuple(param.shape)}")
+    check_same_device(op, x=x, weight=weight, bias=bias)
+    if eps is None:
+        eps = torch.finfo(_compute_dtype(x)).eps
+    if not isinstance(eps, (int, float)):
+        raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}")
+    if not eps >= 0:
+        raise ValueError(f"{op}: eps must be at least 0, got {eps}")
+    subtract_mean = op == "layer_norm"
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        return _LayerNorm.apply(x, weight, bias, normalized_shape, eps, subtract_mean, out_dtype)
+    return _layer_norm_fwd(x, weight, bias, math.prod(normalized_shape), eps, subtract_mean, out_dtype)[0]
+
+
+def layer_norm(
+    x: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    r"""Normalize over the last dimensions to mean 0 and variance 1, as :func:`torch.nn.functional.layer_norm` does.
+
+    .. math:: y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} \cdot \text{weight} + \text{bias}
+
+    Args:
+        x: any shape with at least one dimension; float16, bfloat16, float32 or float64.
+        normalized_shape: the sizes of the last dimensions, over which mean and variance are taken together.
+        weight: a factor for each normalized position, of shape `normalized_shape`; in x's dtype, or float32 when x has
+            16 bits. None means 1.
+        bias: what is added at each normalized position, like `weight`. None means 0.
+        eps: keeps the square root away from 0; at least 0.
+
+    Returns:
+        A contiguous tensor of x's shape and dtype (float32 for 16-bit x under GPU autocast, as in torch).
+
+    Raises:
+        TypeError: an argument is no tensor or number, or a dtype is not supported.
+        ValueError: shapes or devices do not match, or eps is negative or NaN.
+
+    Notes:
+        The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
+        sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
+        costs no accuracy. Rows of any length work: up to 32768 elements stay in registers, longer ones are read twice.
+        The gradients are deterministic: the same inputs on the same GPU give the same bits. Second derivatives are
+        supported, through torch operations.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> triton_gallery.layer_norm(torch.tensor([[1.0, 2.0, 3.0, 6.0]]), 4)
+        tensor([[-1.0690, -0.5345,  0.0000,  1.6036]])
+
+    References:
+        Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+    """
+    return _normalize("layer_norm", x, normalized_shape, weight, bias, eps)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    r"""Divide by the root of the mean square over the last dimensions, as :func:`torch.nn.functional.rms_norm` does.
+
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot \text{weight}
+
+    Args:
+        x: any shape with at least one dimension; float16, bfloat16, float32 or float64.
+        normalized_shape: the sizes of the last dimensions, over which the mean square is taken.
+        weight: a factor for each normalized position, of shape `normalized_shape` and any of x's dtypes. None means 1.
+        eps: keeps the square root away from 0; at least 0. None means the machine epsilon of the dtype computed in,
+            float32 or float64.
+
+    Returns:
+        A contiguous tensor of x's shape and dtype (float32 for 16-bit x under GPU autocast, as in torch).
+
+    Raises:
+        TypeError: an argument is no tensor or number, or a dtype is not supported.
+        ValueError: shapes or devices do not match, or eps is negative or NaN.
+
+    Notes:
+        The kernels are those of :func:`layer_norm`, with the mean left in: float32 sums (float64 for float64), rows of
+        any length, deterministic gradients, second derivatives.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> triton_gallery.rms_norm(torch.tensor([[1.0, 2.0, 3.0, 6.0]]), 4)
+        tensor([[0.2828, 0.5657, 0.8485, 1.6971]])
+
+    References:
+        Zhang and Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+    """
+    return _normalize("rms_norm", x, normalized_shape, weight, None, eps)
