@@ -8,14 +8,13 @@ defines, in the order of the source.
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 
 from docutils import nodes
 from gallery import SRC
 from sphinx.util.docstrings import prepare_docstring
 from sphinx.util.docutils import SphinxDirective
-from sphinx.util.inspect import stringify_signature
-from triton.language import constexpr
 from triton.runtime.jit import KernelInterface
 
 
@@ -29,12 +28,9 @@ def function_of(obj: object) -> Callable | None:
 
 
 def signature_of(function: Callable) -> str:
-    """The signature as the source writes it: ``tl.constexpr`` by its usual name."""
-    signature = inspect.signature(function)
-    parameters = [
-        p.replace(annotation="tl.constexpr") if p.annotation is constexpr else p for p in signature.parameters.values()
-    ]
-    return stringify_signature(signature.replace(parameters=parameters), unqualified_typehints=True)
+    """The parameters as the source writes them, so that types keep their usual names: ``tl.constexpr``."""
+    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    return f"({ast.unparse(node.args)})"
 
 
 def _process_signature(app, what, name, obj, options, args, retann):
