@@ -1,0 +1,212 @@
+"""Dropout without a mask in memory: the backward pass draws the same random numbers again."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ._launch import check_same_device, check_tensor, collapse, launch, operator
+
+_SEED_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_BLOCK_SIZE = 1024
+
+
+@triton.jit
+def _draw_block(seed, block_start, BLOCK_SIZE: tl.constexpr):
+    """32 random bits for each of BLOCK_SIZE elements from block_start on; both are multiples of 4.
+
+    Element i takes word i % 4 of Philox counter i // 4, whatever the block size.
+    """
+    counters = block_start // 4 + tl.arange(0, BLOCK_SIZE // 4)
+    a, b, c, d = tl.randint4x(seed, counters)
+    words = tl.join(tl.join(a, c), tl.join(b, d))  # (BLOCK_SIZE // 4, 2, 2); in memory order a, b, c, d
+    return tl.reshape(words, (BLOCK_SIZE,)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _dropout_kernel(
+    x_ptr,  # (n_elements,)
+    seed_ptr,  # one int64
+    out_ptr,  # (n_elements,)
+    n_elements,
+    threshold: tl.uint32,  # p * 2**32
+    scale: tl.float64,  # 1 / (1 - p)
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE: out = x * scale if draw >= threshold, else 0."""
+    COMPUTE_DTYPE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
+    block_start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    offsets = block_start + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < n_elements
+    x = tl.load(x_ptr + offsets, mask=mask).to(COMPUTE_DTYPE)
+    keep = _draw_block(tl.load(seed_ptr), block_start, BLOCK_SIZE) >= threshold
+    # A select, not a product with 0: a dropped infinity or NaN becomes 0 as well.
+    out = tl.where(keep, x * tl.full((), scale, COMPUTE_DTYPE), 0.0)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _draw_each(seed, indices):
+    """The 32 random bits of each element index: what `_draw_block` gives, for indices in any order."""
+    a, b, c, d = tl.randint4x(seed, indices // 4)
+    word = indices % 4
+    return tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _dropout_strided_kernel(
+    x_ptr,  # any strides over `shape`
+    seed_ptr,  # one int64
+    out_ptr,  # (n_elements,): dense, in the order of `shape`
+    n_elements,
+    shape,  # sizes of the dimensions in the order of out's memory, innermost first
+    x_strides,
+    index_strides,  # of the row-major index that names an element's draw
+    threshold: tl.uint32,  # p * 2**32
+    scale: tl.float64,  # 1 / (1 - p)
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE of out's memory: dropout for any strides of x."""
+    COMPUTE_DTYPE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < n_elements
+    x_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
+    indices = tl.zeros((BLOCK_SIZE,), tl.int64)
+    # Division is the costly part, and several times cheaper in the 32 bits that n_elements mostly fits in.
+    rest = offsets.to(n_elements.dtype)
+    for d in tl.static_range(len(shape)):
+        coordinate = (rest % shape[d]).to(tl.int64)
+        rest = rest // shape[d]
+        x_offsets += coordinate * x_strides[d]
+        indices += coordinate * index_strides[d]
+    x = tl.load(x_ptr + x_offsets, mask=mask).to(COMPUTE_DTYPE)
+    keep = _draw_each(tl.load(seed_ptr), indices) >= threshold
+    out = tl.where(keep, x * tl.full((), scale, COMPUTE_DTYPE), 0.0)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _empty_output(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@operator(fake=_empty_output)
+def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+    if p == 1:
+        return torch.zeros_like(x)
+    out = torch.empty_like(x)
+    n_elements = out.numel()
+    if n_elements == 0:
+        return out
+    grid = (triton.cdiv(n_elements, _BLOCK_SIZE),)
+    threshold = min(round(p * 2**32), 2**32 - 1)
+    scale = 1 / (1 - p)
+    if x.is_contiguous():
+        launch(_dropout_kernel, grid, x, seed, out, n_elements, threshold, scale, BLOCK_SIZE=_BLOCK_SIZE)
+        return out
+    # Programs walk out's memory, which is dense, so that neighbouring lanes touch neighbouring addresses.
+    order = sorted(range(out.ndim), key=out.stride, reverse=True)
+    index = torch.empty(x.shape, device="meta").permute(order)
+    shape, (x_strides, index_strides) = collapse(index.shape, x.permute(order).stride(), index.stride())
+    launch(
+        _dropout_strided_kernel, grid, x, seed, out, n_elements, shape, x_strides, index_strides, threshold, scale,
+        BLOCK_SIZE=_BLOCK_SIZE,
+    )  # fmt: skip
+    return out
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seed, p):
+        ctx.save_for_backward(seed)
+        ctx.p = p
+        return _dropout(x, seed, p)
+
+    @staticmethod
+    def backward(ctx, dout):
+        # Dropout is linear in x: its gradient is the same dropout, same seed, of dout.
+        (seed,) = ctx.saved_tensors
+        return _apply(dout, seed, ctx.p), None, None
+
+
+def _apply(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Dropout.apply(x, seed, p)
+    return _dropout(x, seed, p)
+
+
+def _seed_tensor(seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The seed as one int64 in the device's memory: no call waits for it, and CUDA graphs draw anew."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+    if isinstance(seed, int):
+        # The 64 bits count: -1 and 2**64 - 1 are the same seed.
+        return torch.full((), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
+    return seed.to(torch.int64)
+
+
+def _check_seed(seed: object, x: torch.Tensor) -> None:
+    if isinstance(seed, torch.Tensor):
+        check_tensor("dropout", "seed", seed, _SEED_DTYPES)
+        check_same_device("dropout", x=x, seed=seed)
+        if seed.numel() != 1:
+            raise ValueError(f"dropout: seed must hold one element, got shape {tuple(seed.shape)}")
+    elif isinstance(seed, bool) or not (seed is None or isinstance(seed, int)):
+        raise TypeError(f"dropout: seed must be an int, an integer tensor or None, got {type(seed).__name__}")
+    elif seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"dropout: seed must be in [-2**63, 2**64), got {seed}")
+
+
+def dropout(
+    x: torch.Tensor, p: float = 0.5, training: bool = True, *, seed: int | torch.Tensor | None = None
+) -> torch.Tensor:
+    r"""Zero elements with probability p and scale the others, as :func:`torch.nn.functional.dropout` does.
+
+    .. math:: \text{out}_i = \begin{cases} x_i / (1 - p) & u_i \ge p \\ 0 & u_i < p \end{cases}
+
+    where :math:`u_i`, uniform in [0, 1), is a function of the seed and of the element's index, so no mask is stored:
+    the backward pass computes it again.
+
+    Args:
+        x: any shape and strides; float16, bfloat16, float32 or float64.
+        p: the probability of an element to become 0, in [0, 1].
+        training: False returns x itself, as p = 0 does.
+        seed: None draws a seed from torch's generator of x's device, which :func:`torch.manual_seed` governs. An int in
+            [-2**63, 2**64), or an integer tensor of one element on x's device, gives the same mask at every call.
+
+    Returns:
+        A tensor of x's shape, dtype and (where x is dense) strides; for p = 0 or outside training x itself.
+
+    Raises:
+        TypeError: x is no floating-point tensor, or p, training or seed has another type.
+        ValueError: p is outside [0, 1] or NaN, or the seed does not fit in 64 bits or on x's device.
+
+    Notes:
+        Element i, counted in row-major order whatever the strides, takes word i % 4 of the Philox-4x32-10 counter
+        i // 4 under the seed as key, so the mask depends on neither block size nor launch nor device. The element is
+        kept where that 32-bit word is at least p * 2**32, rounded: p is exact to 2**-32. The product is computed in
+        float32 (float64 for float64) and rounded once. A dropped infinity or NaN gives 0, where torch may give NaN.
+        Gradients of any order draw the same mask. A seed in a tensor is read on the device when the kernel runs, so
+        nothing waits for it, and with ``seed=None`` each replay of a CUDA graph draws a new mask. Changing the tensor in
+        place between forward and backward is an error, which autograd reports.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> x = torch.arange(1.0, 9.0)
+        >>> triton_gallery.dropout(x, p=0.5, seed=7)
+        tensor([ 2.,  4.,  0.,  0.,  0., 12.,  0., 16.])
+
+    References:
+        Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting, JMLR 2014.
+        Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
+    """
+    check_tensor("dropout", "x", x)
+    if isinstance(p, bool) or not isinstance(p, (int, float)):
+        raise TypeError(f"dropout: p must be a Python number, got {type(p).__name__}")
+    # NaN fails every comparison, so it lands here too.
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p must be in [0, 1], got {p}")
+    if not isinstance(training, bool):
+        raise TypeError(f"dropout: training must be True or False, got {type(training).__name__}")
+    _check_seed(seed, x)
+    if not training or p == 0:
+        return x
+    return _apply(x, _seed_tensor(seed, x.device), float(p))
