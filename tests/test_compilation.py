@@ -1,0 +1,129 @@
+"""Every operation, compiled for GPUs that need not be here: no spills, shared memory that fits, matrix units in use."""
+
+import functools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import triton_gallery
+from triton_gallery import codegen
+
+F16, BF16, F32, F64, F8 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
+HALF, FLOATS = (F16, BF16), (F16, BF16, F32, F64)
+
+# Bytes of shared memory that one program can have.
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+
+
+class T(tuple):
+    """A shape whose last two dimensions are swapped in memory."""
+
+    def __new__(cls, *sizes: int):
+        return super().__new__(cls, sizes)
+
+
+@dataclass(frozen=True)
+class Case:
+    function: str
+    shapes: list[tuple[int, ...]]  # of the tensors
+    dtypes: tuple[torch.dtype, ...]
+    kwargs: dict = field(default_factory=dict)  # a shape among them stands for a tensor
+    matrix: bool = False  # matrix instructions must appear
+
+    def calls(self):
+        """For each dtype a name and a call, gradients included."""
+        for dtype in self.dtypes:
+            args = [_tensor(shape, dtype) for shape in self.shapes]
+            kwargs = {k: _tensor(v, dtype) if isinstance(v, tuple) else v for k, v in self.kwargs.items()}
+            words = [_word(shape) for shape in self.shapes] + [f"{k}={_word(v)}" for k, v in self.kwargs.items()]
+            name = " ".join([self.function, *words, str(dtype).removeprefix("torch.")])
+            yield name, (getattr(triton_gallery, self.function), args, kwargs, dtype.is_floating_point)
+
+
+def _word(value: object) -> str:
+    sizes = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"T({sizes})" if isinstance(value, T) else sizes
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(shape, T):
+        return torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype, device="meta").mT
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+VECTOR, MATRIX = (4096,), (1024, 1024)
+CASES = [
+    Case("add", [VECTOR, VECTOR], (*FLOATS, torch.int64)),
+    Case("add", [(64, 64), (64, 1)], FLOATS, {"alpha": 0.5}),
+    Case("add", [(4097,), (4097,)], HALF),
+    Case("softmax", [(4096, 256)], FLOATS),
+    Case("softmax", [(4096, 1000)], (F16, F32)),
+    Case("softmax", [(4096, 8192)], FLOATS),
+    Case("softmax", [(4096, 32768)], (F16, F32)),
+    Case("softmax", [(4096, 131072)], FLOATS),
+    Case("softmax", [(64, 256, 512)], (F16, F64), {"dim": 1}),
+    Case("log_softmax", [(4096, 8192)], (F16, F32)),
+    Case("log_softmax", [(4096, 131072)], (F16, F32)),
+    Case("dropout", [VECTOR], FLOATS, {"p": 0.5, "seed": 1}),
+    Case("dropout", [T(1024, 1024)], (F16, F32), {"p": 0.5}),
+    Case("layer_norm", [(4096, 768)], FLOATS, {"normalized_shape": [768], "weight": (768,), "bias": (768,)}),
+    Case("layer_norm", [(4096, 8192)], (F16, F64), {"normalized_shape": [8192], "weight": (8192,), "bias": (8192,)}),
+    Case("layer_norm", [(1024, 65536)], (F16, F64), {"normalized_shape": [65536]}),
+    Case("rms_norm", [(4096, 4096)], (F16, F32), {"normalized_shape": [4096], "weight": (4096,)}),
+    Case("matmul", [MATRIX, MATRIX], HALF, matrix=True),
+    Case("matmul", [MATRIX, T(1024, 1024)], HALF, matrix=True),
+    Case("matmul", [(4095, 4097), (4097, 4099)], HALF, matrix=True),
+    Case("matmul", [MATRIX, MATRIX], (F16,), {"bias": (1024,), "activation": "gelu"}, matrix=True),
+    Case("matmul", [(8, 128, 64), (8, 64, 128)], (F16,), matrix=True),
+    Case("matmul", [MATRIX, MATRIX], (F32, F64)),
+    Case("attention", [(4, 8, 2048, 64)] * 3, HALF, matrix=True),
+    Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), {"is_causal": True}, matrix=True),
+    Case("attention", [(4, 8, 2048, 128)] * 3, HALF, {"is_causal": True}, matrix=True),
+    Case("attention", [(2, 4, 1000, 80)] * 3, (F16,), {"window": 256}, matrix=True),
+    Case("attention", [(2, 4, 1024, 64)] * 3, (F32,)),
+]
+
+# (a part of the case's name, target) -> why its kernels may spill.
+EXPECTED_SPILLS: dict[tuple[str, str], str] = {}
+
+CALLS = {
+    name: (call, case.matrix) for case in CASES if hasattr(triton_gallery, case.function) for name, call in case.calls()
+}
+
+
+@pytest.fixture(scope="session")
+def compiled(request):
+    """For a target, each selected case's kernels or error; one process compiles them all."""
+
+    @functools.cache
+    def for_target(target: str) -> dict[str, list[codegen.Kernel] | str]:
+        params = [item.callspec.params for item in request.session.items if "compiled" in item.fixturenames]
+        names = [p["name"] for p in params if p["target"] == target]
+        calls = [CALLS[name][0] for name in names]
+        outcomes = codegen._compile(codegen._pack(calls, (target,), keep_asm=False))
+        return {name: outcome for name, (outcome,) in zip(names, outcomes, strict=True)}
+
+    return for_target
+
+
+# Processes of pytest-xdist share nothing: all cases of one target belong to one of them.
+@pytest.mark.parametrize("target", [pytest.param(t, marks=pytest.mark.xdist_group(t)) for t in codegen.TARGETS])
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_within_limits(compiled, name, target):
+    kernels = compiled(target)[name]
+    assert isinstance(kernels, list), kernels
+    reason = next((why for (part, where), why in EXPECTED_SPILLS.items() if part in name and where == target), None)
+    for kernel in kernels:
+        assert kernel.registers is not None, "ptxas is missing"
+        assert kernel.spills == 0 or reason, f"{kernel.name} spills {kernel.spills} bytes per thread"
+        assert kernel.shared <= SHARED_LIMIT[target], f"{kernel.name} asks for {kernel.shared} bytes of shared memory"
+        assert kernel.warnings == (), kernel.name
+    _, needs_matrix = CALLS[name]
+    if needs_matrix:
+        assert any(kernel.matrix for kernel in kernels)
+
+
+def test_expected_spills_name_cases():
+    for part, target in EXPECTED_SPILLS:
+        assert target in codegen.TARGETS and any(part in name for name in CALLS), part
