@@ -45,22 +45,39 @@ class _Assembly(dict):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel compiled for one target. What the toolchain at hand cannot tell is None."""
+    """One kernel compiled for one target. What the toolchain at hand cannot tell is None.
+
+    Attributes:
+        name: the kernel's name.
+        target: "sm_90", "gfx942", ...
+        num_warps: warps of a program, those that the compiler added to specialise them included.
+        num_stages: stages of the pipelined loops.
+        registers: registers of a thread, in 32-bit units.
+        spills: bytes of a thread that did not fit into registers and travel through memory.
+        stack: bytes of a thread's stack.
+        shared: bytes of shared memory that a program asks for.
+        load_bits: the widest load from global memory by one thread, in bits; None where there is none.
+        store_bits: the widest store.
+        tma: copies by the tensor memory accelerator, which take the place of the threads' loads and stores.
+        matrix: how many matrix instructions the code has by family: mma, wgmma, tcgen05, mfma or wmma.
+        warnings: what ptxas says of wgmma that it had to serialise (C75xx).
+        asm: the stages by name: ttir, ttgir, llir, then ptx, cubin and sass, or amdgcn.
+    """
 
     name: str
     target: str
     num_warps: int
     num_stages: int
-    registers: int | None  # per thread
-    spills: int | None  # bytes per thread that did not fit into registers and travel through memory
-    stack: int | None  # bytes per thread
-    shared: int  # bytes per program
-    load_bits: int | None  # the widest load from global memory, in bits per thread
+    registers: int | None
+    spills: int | None
+    stack: int | None
+    shared: int
+    load_bits: int | None
     store_bits: int | None
-    tma: int  # copies made by the tensor memory accelerator, in place of loads and stores by threads
-    matrix: dict[str, int]  # matrix instructions in the code by family: mma, wgmma, tcgen05, mfma, wmma
-    warnings: tuple[str, ...]  # what ptxas says of serialised wgmma (C75xx)
-    asm: dict[str, str | bytes] = field(repr=False, compare=False)  # ttir, ttgir, llir, ptx, cubin, sass or amdgcn
+    tma: int
+    matrix: dict[str, int]
+    warnings: tuple[str, ...]
+    asm: dict[str, str | bytes] = field(repr=False, compare=False)
 
 
 _COLUMNS: dict[str, Callable[[Kernel], object]] = {
