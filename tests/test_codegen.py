@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import triton_gallery
-from triton_gallery import _launch, codegen
+from triton_gallery import _assembly, _launch, codegen
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def test_report_as_text_and_html():
 
 def test_serialised_wgmma_is_named():
     log = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to x"
-    read = codegen._read_ptx("", type("Metadata", (), {"ptxas_log": log}))
+    read = _assembly.read_ptx("", log)
     assert read["warnings"] == (log.partition(": ")[2],) and read["registers"] is None
 
 
@@ -225,7 +225,7 @@ def test_serialised_wgmma_is_named():
     ],
 )
 def test_width_of_a_load_in_ptx(instruction, bits):
-    assert codegen._read_ptx(instruction, None)["load_bits"] == bits
+    assert _assembly.read_ptx(instruction, "")["load_bits"] == bits
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_width_of_a_load_in_ptx(instruction, bits):
     ],
 )
 def test_width_of_a_load_in_amdgcn(instruction, bits):
-    assert codegen._widest_amd("load", instruction) == bits
+    assert _assembly.widest_amd("load", instruction) == bits
 
 
 def test_without_ptxas_the_ptx_is_still_read(tmp_path):

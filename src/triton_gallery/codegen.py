@@ -23,6 +23,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from ._assembly import read_amdgcn, read_ptx
+
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
@@ -341,12 +343,10 @@ def _tensors(tree) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-# --- reading assembly -------------------------------------------------------------------------------------------------
-
-
 def _describe(kernel, target: str, keep_asm: bool) -> Kernel:
     asm = kernel.asm
-    read = _read_amdgcn(asm["amdgcn"]) if "amdgcn" in asm else _read_ptx(asm["ptx"], kernel.metadata)
+    log = getattr(kernel.metadata, "ptxas_log", "")
+    read = read_amdgcn(asm["amdgcn"]) if "amdgcn" in asm else read_ptx(asm["ptx"], log)
     kinds = ("ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn") if keep_asm else ()
     return Kernel(
         name=kernel.name,
@@ -357,68 +357,3 @@ def _describe(kernel, target: str, keep_asm: bool) -> Kernel:
         asm=_Assembly((kind, asm[kind]) for kind in kinds if kind in asm),
         **read,
     )
-
-
-def _read_ptx(ptx: str, metadata) -> dict:
-    log = getattr(metadata, "ptxas_log", "")
-    widths = {"ld": [], "st": []}
-    # For example "ld.global.L1::evict_last.v4.b32": four times 32 bits.
-    for access, modifiers in re.findall(r"\b(ld|st)\.(\S*\bglobal\S*)", ptx):
-        parts = modifiers.split(".")
-        vector = next((int(part[1:]) for part in parts if re.fullmatch(r"v\d", part)), 1)
-        widths[access].append(vector * int(re.search(r"\d+$", parts[-1]).group()))
-    # "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;": 16 bytes.
-    copies = re.findall(r"\bcp\.async\.c[ag]\.shared\S*\s+\[[^]]*\],\s*\[[^]]*\],\s*(0x[\da-f]+|\d+)", ptx)
-    widths["ld"] += [8 * int(size, 0) for size in copies]
-    matrix = {"mma": r"\bmma\.sync", "wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma"}
-    return dict(
-        registers=_most(r"Used (\d+) registers", log),
-        spills=_total(r"(\d+) bytes spill stores", log),
-        stack=_most(r"(\d+) bytes stack frame", log),
-        load_bits=max(widths["ld"], default=None),
-        store_bits=max(widths["st"], default=None),
-        tma=len(re.findall(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor", ptx)),
-        matrix=_count(matrix, ptx),
-        warnings=tuple(sorted(set(re.findall(r"\(C75\d\d\).*", log)))),
-    )
-
-
-def _read_amdgcn(asm: str) -> dict:
-    spilled = _most(r"\.vgpr_spill_count:\s*(\d+)", asm)
-    return dict(
-        registers=_most(r"\.vgpr_count:\s*(\d+)", asm),
-        spills=None if spilled is None else 4 * spilled,
-        stack=_most(r"\.private_segment_fixed_size:\s*(\d+)", asm),
-        load_bits=_widest_amd("load", asm),
-        store_bits=_widest_amd("store", asm),
-        tma=0,
-        matrix=_count({"mfma": r"\bv_s?mf(?:ma|mac)_", "wmma": r"\bv_wmma_"}, asm),
-        warnings=(),
-    )
-
-
-def _widest_amd(access: str, asm: str) -> int | None:
-    """From names such as global_load_dwordx4, buffer_load_ushort and, on newer GPUs, global_load_b128."""
-    bits = []
-    for kind in set(re.findall(rf"\b(?:global|buffer|flat)_{access}_(?:d16_|hi_)*(\w+)", asm)):
-        if dword := re.fullmatch(r"dword(?:x(\d))?", kind):
-            bits.append(32 * int(dword[1] or 1))
-        elif sized := re.search(r"[biu](\d+)", kind):
-            bits.append(int(sized[1]))
-        else:
-            bits.append(8 if "byte" in kind else 16)
-    return max(bits, default=None)
-
-
-def _count(families: dict[str, str], asm: str) -> dict[str, int]:
-    counts = {family: len(re.findall(pattern, asm)) for family, pattern in families.items()}
-    return {family: count for family, count in counts.items() if count}
-
-
-def _most(pattern: str, text: str) -> int | None:
-    return max(map(int, re.findall(pattern, text)), default=None)
-
-
-def _total(pattern: str, text: str) -> int | None:
-    found = re.findall(pattern, text)
-    return sum(map(int, found)) if found else None
