@@ -52,6 +52,8 @@ sphinx_gallery_conf = {
     "backreferences_dir": "python-api/generated",
     "doc_module": ("triton_gallery",),
     "image_scrapers": ("matplotlib",),
+    "ignore_repr_types": r"matplotlib\.",  # what a plotting call returns says nothing
+    "inspect_global_variables": False,  # in code, link functions and not variables
     "notebook_images": True,
     "download_all_examples": True,
     "remove_config_comments": True,

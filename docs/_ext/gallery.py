@@ -161,13 +161,12 @@ def fingerprint(page: Path, src: Path = SRC) -> str:
 
 
 def _builder_inited(app) -> None:
-    from sphinx.errors import ExtensionError
-
     source, gallery = (app.srcdir / app.config.sphinx_gallery_conf[key] for key in ("examples_dirs", "gallery_dirs"))
     try:
         pages = write_all(source)
     except PageError as error:
-        raise ExtensionError(f"examples/{error}") from error
+        # Not an ExtensionError: Sphinx would print this one line amid fifty of its own stack.
+        sys.exit(f"examples/{error}")
     names = {page.stem for page in pages}
     for stale in gallery.glob("[0-9][0-9]-*"):
         if stale.name.partition(".")[0] not in names:

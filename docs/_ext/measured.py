@@ -8,7 +8,6 @@ names the page.
 
 from docutils import nodes
 from gallery import SRC, measured
-from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 RECORDS = SRC / "triton_gallery" / "records"
@@ -27,8 +26,10 @@ class Measured(SphinxRole):
         try:
             text = measured(self.text)
         except LookupError as error:
-            source, line = self.get_source_info()
-            raise ExtensionError(f"{source}:{line}: {error.args[0]}") from error
+            # Read again next time, so that the build keeps failing until it is mended.
+            self.env.note_reread()
+            message = self.inliner.reporter.error(error.args[0], line=self.lineno)
+            return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
         _note_records(self.env, self.text.partition(":")[0].strip())
         return [nodes.Text(text)], []
 
@@ -40,12 +41,13 @@ class MeasuredTable(SphinxDirective):
         if not any(RECORDS.glob("*/*.json")):
             return [nodes.note("", nodes.paragraph("", NONE_YET))]
         rows, provenance = [_COLUMNS], {}
-        for row, (source, offset) in zip(self.content, self.content.items, strict=True):
+        for row, (_, offset) in zip(self.content, self.content.items, strict=True):
             name, _, x = row.partition(" at ")
             try:
                 cells, origin = _row(name.strip(), x.strip())
             except (LookupError, ValueError, OSError) as error:
-                raise ExtensionError(f"{source}:{offset + 1}: measured-table: {row!r}: {error}") from error
+                self.env.note_reread()
+                return [self.state.document.reporter.error(f"measured-table: {row}: {error}", line=offset + 1)]
             rows.append(cells)
             provenance[origin] = None
             _note_records(self.env, name.strip())

@@ -15,7 +15,6 @@ import traceback
 from docutils import nodes
 from docutils.parsers.rst import directives
 from gallery import machine
-from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
 
@@ -26,8 +25,20 @@ class Run(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         self.assert_has_content()
         source = "\n".join(self.content)
-        page, line = self.content.source(0), self.content.offset(0)
-        output = self._execute(source, page, line)
+        file, line = f"{self.content.source(0)}:{self.content.offset(0) + 1}", self.content.offset(0)
+        try:
+            output = self._execute(source, file, line)
+        except Exception as error:
+            # Read again next time, so that the build keeps failing until it is mended.
+            self.env.note_reread()
+            frames = traceback.extract_tb(error.__traceback__)
+            last = next((f.lineno for f in reversed(frames) if f.filename == file), getattr(error, "lineno", line + 1))
+            trace = "".join(traceback.format_exception(error))
+            return [
+                self.state.document.reporter.error(
+                    f"run: {type(error).__name__}: {error}", nodes.literal_block("", trace), line=last
+                )
+            ]
         shown = []
         if "hide-code" not in self.options:
             shown.append(nodes.literal_block(source, source, language="python", classes=["run-code"]))
@@ -37,22 +48,15 @@ class Run(SphinxDirective):
             self.set_source_info(node)
         return shown
 
-    def _execute(self, source: str, page: str, line: int) -> str:
+    def _execute(self, source: str, file: str, line: int) -> str:
         namespace = self.env.temp_data.setdefault("run_namespace", {"__name__": "__main__"})
         # Empty lines in front make the line numbers of a traceback those of the page. inspect.getsource, and so
         # @triton.jit, looks for the source in this cache, where None says that there is no file.
-        file = f"{page}:{line + 1}"
         text = "\n" * line + source + "\n"
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         output = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(output):
-                exec(compile(text, file, "exec"), namespace)
-        except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            last = next((f.lineno for f in reversed(frames) if f.filename == file), getattr(error, "lineno", line + 1))
-            trace = "".join(traceback.format_exception(error))
-            raise ExtensionError(f"{page}:{last}: run: {type(error).__name__}: {error}\n{trace}") from error
+        with contextlib.redirect_stdout(output):
+            exec(compile(text, file, "exec"), namespace)
         return output.getvalue().rstrip()
 
 
