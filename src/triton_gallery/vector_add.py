@@ -34,37 +34,35 @@ def _add_strided_kernel(
     x_ptr,  # any strides over `shape`
     y_ptr,  # any strides over `shape`
     alpha_ptr,  # one element
-    out_ptr,  # any strides over `shape`
+    out_ptr,  # (n_elements,): dense
     n_elements,
-    shape,  # sizes of the dimensions, innermost first
+    shape,  # sizes of the dimensions in the order of out's memory, innermost first
     x_strides,
     y_strides,
-    out_strides,
     COMPUTE_DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE of the broadcast shape: out = x + alpha * y."""
+    """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE of out's memory: out = x + alpha * y."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offsets < n_elements
-    # Peel one index after another off the flat offset; a broadcast dimension has stride 0.
+    # Peel one index after another off the flat offset; a broadcast dimension has stride 0. Division is the costly part,
+    # and several times cheaper in the 32 bits that n_elements mostly fits in.
     x_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
     y_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
-    out_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
-    rest = offsets
+    rest = offsets.to(tl.to_tensor(n_elements).dtype)
     for d in tl.static_range(len(shape)):
-        index = rest % shape[d]
+        index = (rest % shape[d]).to(tl.int64)
         rest = rest // shape[d]
         x_offsets += index * x_strides[d]
         y_offsets += index * y_strides[d]
-        out_offsets += index * out_strides[d]
     alpha = tl.load(alpha_ptr).to(COMPUTE_DTYPE)
     x = tl.load(x_ptr + x_offsets, mask=mask).to(COMPUTE_DTYPE)
     y = tl.load(y_ptr + y_offsets, mask=mask).to(COMPUTE_DTYPE)
-    tl.store(out_ptr + out_offsets, (x + alpha * y).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offsets, (x + alpha * y).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
-    """The output's memory: laid out as x where y has the same layout, contiguous otherwise."""
+    """The output's memory, laid out as the first of x and y that has the full shape; contiguous when neither has."""
     try:
         shape = torch.broadcast_shapes(x.shape, y.shape)
     except RuntimeError:
@@ -75,8 +73,9 @@ def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -
         raise TypeError(f"add: alpha must be an int when the result is {dtype}, got {alpha}")
     if isinstance(alpha, bool) and dtype != torch.bool:
         raise TypeError(f"add: alpha must be an int or a float when the result is {dtype}, got {alpha}")
-    if x.shape == y.shape and x.stride() == y.stride():
-        return torch.empty_like(x, dtype=dtype)
+    for t in (x, y):
+        if t.shape == shape:
+            return torch.empty_like(t, dtype=dtype)
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
@@ -92,25 +91,32 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
         # Same dense layout: the order of the elements does not matter, so memory is walked from end to end.
         launch(_add_kernel, grid, x, y, out, n_elements, BLOCK_SIZE=_BLOCK_SIZE)
         return out
-    strides = (t.expand(out.shape).stride() for t in (x, y, out))
-    shape, (x_strides, y_strides, out_strides) = collapse(out.shape, *strides)
-    compute_dtype = _compute_dtype(out.dtype)
+    # Programs walk out's memory, so that neighbouring lanes touch neighbouring addresses.
+    order = sorted(range(out.ndim), key=out.stride, reverse=True)
+    strides = (t.expand(out.shape).permute(order).stride() for t in (x, y))
+    shape, (x_strides, y_strides) = collapse(out.permute(order).shape, *strides)
     # A one-element tensor keeps all of alpha's digits, where a kernel argument would round it to float32.
     alpha = torch.full((), alpha, dtype=torch.float64 if out.is_floating_point() else torch.int64, device=out.device)
     launch(
-        _add_strided_kernel, grid, x, y, alpha, out, n_elements, shape, x_strides, y_strides, out_strides,
-        COMPUTE_DTYPE=compute_dtype, BLOCK_SIZE=_BLOCK_SIZE,
+        _add_strided_kernel, grid, x, y, alpha, out, n_elements, shape, x_strides, y_strides,
+        COMPUTE_DTYPE=_compute_dtype(out.dtype), BLOCK_SIZE=_BLOCK_SIZE,
     )  # fmt: skip
     return out
 
 
-def _number_dtype(dtype: torch.dtype, number: float) -> torch.dtype:
-    """The dtype in which a Python number meets `dtype`: a number never widens within the tensor's own category."""
-    if isinstance(number, float) and not dtype.is_floating_point:
-        return torch.get_default_dtype()
-    if dtype == torch.bool and not isinstance(number, bool):
-        return torch.int64
-    return dtype
+def _number_tensor(number: float, x: torch.Tensor) -> torch.Tensor:
+    """A 0-d tensor that promotes with x as the Python number does, and keeps the number's digits where it can."""
+    if x.is_floating_point():
+        dtype = torch.float64
+    elif isinstance(number, float):
+        dtype = torch.get_default_dtype()
+    else:
+        dtype = torch.bool if isinstance(number, bool) and x.dtype == torch.bool else torch.int64
+        number = number - 2**64 if number >= 2**63 else number
+    y = torch.full((), number, dtype=dtype, device=x.device)
+    # Beside dimensions, a 0-d tensor never widens within its category; beside another 0-d tensor it would.
+    same_category = x.dtype != torch.bool and x.is_floating_point() == y.is_floating_point()
+    return y.to(x.dtype) if x.ndim == 0 and same_category else y
 
 
 def _compute_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -148,7 +154,7 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
 
     Raises:
         TypeError: x is no tensor, a dtype is not supported, or alpha is a fraction for an integer result.
-        ValueError: the shapes do not broadcast, or the tensors live on different devices.
+        ValueError: the shapes do not broadcast, the tensors live on different devices, or an int exceeds 64 bits.
 
     Notes:
         float16 and bfloat16 are added in float32 and rounded once. The gradients are those of the formula, summed over
@@ -162,11 +168,17 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
     """
     check_tensor("add", "x", x, FLOATS + _INTEGERS)
     if isinstance(y, (bool, int, float)):
-        y = torch.full((), y, dtype=_number_dtype(x.dtype, y), device=x.device)
+        if isinstance(y, int) and not -(2**63) <= y < 2**64:
+            raise ValueError(f"add: y must be in [-2**63, 2**64) when it is an int, got {y}")
+        y = _number_tensor(y, x)
+    elif not isinstance(y, torch.Tensor):
+        raise TypeError(f"add: y must be a torch.Tensor or a Python number, got {type(y).__name__}")
     check_tensor("add", "y", y, FLOATS + _INTEGERS)
     check_same_device("add", x=x, y=y)
     if not isinstance(alpha, (bool, int, float)):
         raise TypeError(f"add: alpha must be a Python number, got {type(alpha).__name__}")
+    if isinstance(alpha, int) and not -(2**63) <= alpha < 2**63:
+        raise ValueError(f"add: alpha must be in [-2**63, 2**63) when it is an int, got {alpha}")
     if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
         return _Add.apply(x, y, alpha)
     return _add(x, y, alpha)
