@@ -56,7 +56,7 @@ def _draw_each(seed, indices):
 def _dropout_strided_kernel(
     x_ptr,  # any strides over `shape`
     seed_ptr,  # one int64
-    out_ptr,  # (n_elements,): dense, in the order of `shape`
+    out_ptr,  # (n_elements,): dense
     n_elements,
     shape,  # sizes of the dimensions in the order of out's memory, innermost first
     x_strides,
@@ -102,10 +102,12 @@ def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     if x.is_contiguous():
         launch(_dropout_kernel, grid, x, seed, out, n_elements, threshold, scale, BLOCK_SIZE=_BLOCK_SIZE)
         return out
-    # Programs walk out's memory, which is dense, so that neighbouring lanes touch neighbouring addresses.
+    # Programs walk out's memory, so that neighbouring lanes touch neighbouring addresses.
     order = sorted(range(out.ndim), key=out.stride, reverse=True)
-    index = torch.empty(x.shape, device="meta").permute(order)
-    shape, (x_strides, index_strides) = collapse(index.shape, x.permute(order).stride(), index.stride())
+    row_major = torch.empty(x.shape, device="meta")
+    shape, (x_strides, index_strides) = collapse(
+        out.permute(order).shape, x.permute(order).stride(), row_major.permute(order).stride()
+    )
     launch(
         _dropout_strided_kernel, grid, x, seed, out, n_elements, shape, x_strides, index_strides, threshold, scale,
         BLOCK_SIZE=_BLOCK_SIZE,
@@ -185,8 +187,8 @@ def dropout(
         kept where that 32-bit word is at least p * 2**32, rounded: p is exact to 2**-32. The product is computed in
         float32 (float64 for float64) and rounded once. A dropped infinity or NaN gives 0, where torch may give NaN.
         Gradients of any order draw the same mask. A seed in a tensor is read on the device when the kernel runs, so
-        nothing waits for it, and with ``seed=None`` each replay of a CUDA graph draws a new mask. Changing the tensor in
-        place between forward and backward is an error, which autograd reports.
+        nothing waits for it, and with ``seed=None`` each replay of a CUDA graph draws a new mask. Changing the tensor
+        in place between forward and backward is an error, which autograd reports.
 
     Example:
         >>> import torch, triton_gallery
