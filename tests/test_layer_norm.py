@@ -1,0 +1,555 @@
+import importlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import triton_gallery as tg
+from conftest import DEVICE, assert_as_accurate_as_torch
+
+# The package's name `layer_norm` is the function; this is its module.
+module = importlib.import_module("triton_gallery.layer_norm")
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+HALVES = FLOATS[:2]
+# Sums of a few hundred float32 terms in another order than torch's.
+FLOOR = 3e-7
+NORMS = pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Limits so small that rows of a few dozen elements take the paths of rows of many thousands."""
+    monkeypatch.setattr(module, "_FWD_MAX_BYTES", 64)
+    monkeypatch.setattr(module, "_FWD_TILE", 32)
+    monkeypatch.setattr(module, "_FWD_LONG_TILE", 16)
+    monkeypatch.setattr(module, "_BWD_TILE", 32)
+    monkeypatch.setattr(module, "_DWDB_COLS", 4)
+
+
+# --- the same call, to us, to torch and to torch in float64 ---
+
+
+def ours(norm, x, shape, params, eps):
+    return getattr(tg, norm)(x, shape, *params, eps=eps)
+
+
+def torchs(norm, x, shape, params, eps):
+    return getattr(F, norm)(x, shape, *params, eps=eps)
+
+
+def make_params(norm, shape, dtype, device, weight=True, bias=True):
+    """Weight and bias as the norm takes them; an absent one is None."""
+    w = torch.randn(shape, device=device).to(dtype) if weight else None
+    b = torch.randn(shape, device=device).to(dtype) if bias else None
+    return [w, b] if norm == "layer_norm" else [w]
+
+
+def run(call, norm, x, shape, params, eps, dy):
+    """The output, then the gradients of x and of each parameter."""
+    leaves = [t.detach().requires_grad_() for t in (x, *params) if t is not None]
+    rest = iter(leaves[1:])
+    y = call(norm, leaves[0], shape, [None if p is None else next(rest) for p in params], eps)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def check(norm, x, shape, params, eps=1e-5, dy=None):
+    """Output and gradients are as accurate as torch's. Where torch refuses mixed dtypes, its float32 stands in."""
+    dy = torch.randn(x.shape, device=x.device).to(x.dtype) if dy is None else dy
+    double = [None if p is None else p.double() for p in params]
+    reference = run(torchs, norm, x.double(), shape, double, eps, dy.double())
+    if all(p is None or p.dtype == x.dtype for p in params):
+        expected = run(torchs, norm, x, shape, params, eps, dy)
+    else:
+        wide = run(torchs, norm, x.float(), shape, [None if p is None else p.float() for p in params], eps, dy.float())
+        dtypes = [x.dtype, x.dtype, *(p.dtype for p in params if p is not None)]
+        expected = [t.to(dtype) for t, dtype in zip(wide, dtypes, strict=True)]
+    result = run(ours, norm, x, shape, params, eps, dy)
+    if x.dtype == torch.float64:
+        # Here torch is its own reference, and has no error to compare with.
+        for mine, theirs in zip(result, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+        return result
+    assert_as_accurate_as_torch(result[0], expected[0], reference[0], floor=FLOOR)
+    # The terms of dx cancel, almost entirely in rows of one or two elements; what is lost is relative to the terms.
+    dims = tuple(range(-len(shape), 0))
+    centered = x.double() - x.double().mean(dims, keepdim=True) * (norm == "layer_norm")
+    terms = (dy.double() if params[0] is None else dy * double[0]) / (
+        centered.square().mean(dims, keepdim=True) + eps
+    ).sqrt()
+    floors = [FLOOR * max(1, (terms.abs().max() / reference[1].abs().max()).item()), FLOOR, FLOOR]
+    for mine, theirs, exact, floor in zip(result[1:], expected[1:], reference[1:], floors, strict=False):
+        assert_as_accurate_as_torch(mine, theirs, exact, factor=3, floor=floor)
+    return result
+
+
+# --- forward and gradients on every kind of shape ---
+
+
+SHAPES = [
+    ((7,), 1),
+    ((1,), 1),
+    ((5, 1), 1),
+    ((1, 130), 1),
+    ((37, 33), 1),
+    ((3, 5, 8), 1),
+    ((3, 5, 8), 2),
+    ((2, 3, 4, 5), 2),
+    ((2, 3, 4, 5), 4),
+]
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("shape", "n_dims"), SHAPES, ids=str)
+def test_norms_match_torch(norm, dtype, shape, n_dims, device):
+    x = (torch.randn(shape, device=device) * 2 + 0.5).to(dtype)
+    normalized = shape[-n_dims:]
+    check(norm, x, normalized, make_params(norm, normalized, dtype, device))
+
+
+@NORMS
+def test_norms_match_torch_at_many_row_lengths(norm, device):
+    for n_cols in [*range(1, 20), 31, 32, 33, 63, 64, 65, 127, 128, 129, 130]:
+        x = torch.randn(3, n_cols, device=device)
+        check(norm, x, (n_cols,), make_params(norm, (n_cols,), x.dtype, device))
+
+
+@NORMS
+def test_norms_match_torch_at_many_row_counts(norm, device, small_blocks):
+    # Eight columns make tiles of four rows; from some row count on a program takes several tiles.
+    for n_rows in [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 70]:
+        x = torch.randn(n_rows, 8, device=device)
+        check(norm, x, (8,), make_params(norm, (8,), x.dtype, device))
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("n_cols", [15, 16, 17, 31, 32, 33, 64, 65, 130])
+def test_long_rows_match_torch(norm, dtype, n_cols, device, small_blocks):
+    x = (torch.randn(5, n_cols, device=device) * 2 + 0.5).to(dtype)
+    check(norm, x, (n_cols,), make_params(norm, (n_cols,), dtype, device))
+
+
+@pytest.mark.parametrize("n_cols", [8192, 16385, 32768])
+def test_long_rows_match_torch_with_the_shipped_blocks(n_cols, device, monkeypatch):
+    monkeypatch.setattr(module, "_DWDB_COLS", 64)  # few programs for the interpreter
+    x = torch.randn(2, n_cols, device=device)
+    check("layer_norm", x, (n_cols,), make_params("layer_norm", (n_cols,), x.dtype, device))
+
+
+@pytest.mark.parametrize("weight", [True, False], ids=["weight", "no_weight"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("n_cols", [16, 77], ids=["short", "long"])
+def test_layer_norm_without_weight_or_bias(weight, bias, n_cols, device, small_blocks):
+    x = torch.randn(9, n_cols, device=device)
+    check("layer_norm", x, (n_cols,), make_params("layer_norm", (n_cols,), x.dtype, device, weight, bias))
+
+
+@pytest.mark.parametrize("n_cols", [16, 77], ids=["short", "long"])
+def test_rms_norm_without_weight(n_cols, device, small_blocks):
+    x = torch.randn(9, n_cols, device=device)
+    check("rms_norm", x, (n_cols,), [None])
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_norms_take_float32_params_with_16_bit_x(norm, dtype, device):
+    x = torch.randn(6, 33, device=device).to(dtype)
+    y, dx, *dparams = check(norm, x, (33,), make_params(norm, (33,), torch.float32, device))
+    assert y.dtype == dx.dtype == dtype and all(d.dtype == torch.float32 for d in dparams)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+def test_rms_norm_takes_a_weight_of_any_dtype(dtype, weight_dtype, device):
+    x, weight = torch.randn(6, 33, device=device).to(dtype), torch.randn(33, device=device).to(weight_dtype)
+    y = tg.rms_norm(x, 33, weight)
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    expected = F.rms_norm(x.double(), (33,), weight.double(), eps).to(dtype)
+    torch.testing.assert_close(y, expected)
+
+
+@NORMS
+def test_norms_accept_an_int_and_a_list(norm, device):
+    x = torch.randn(2, 3, 4, device=device)
+    function = getattr(tg, norm)
+    assert torch.equal(function(x, 4), function(x, (4,)))
+    assert torch.equal(function(x, [3, 4]), function(x, torch.Size((3, 4))))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rms_norm_default_eps_is_torchs(dtype, device):
+    # Squares so small that eps decides the result.
+    x = torch.full((1, 4), 1e-4, device=device).to(dtype)
+    torch.testing.assert_close(tg.rms_norm(x, 4), F.rms_norm(x, (4,)))
+
+
+def test_layer_norm_keeps_eps_in_float64(device):
+    # 0.1 is not a float32: rounding eps on its way to the kernel would show at 1e-9.
+    x = torch.randn(3, 17, device=device, dtype=torch.float64) * 0.1
+    for fn, expected in [(tg.layer_norm, F.layer_norm), (tg.rms_norm, F.rms_norm)]:
+        torch.testing.assert_close(fn(x, 17, eps=0.1), expected(x, (17,), eps=0.1), rtol=1e-14, atol=1e-14)
+
+
+# --- strides ---
+
+
+def strided_inputs(device):
+    base = torch.randn(8, 6, 10, device=device)
+    return {
+        "every second row": base.view(48, 10)[::2],
+        "part of each row": base.view(48, 10)[:, 3:9],
+        "every second column": base.view(48, 10)[:, ::2],
+        "rows that no single stride reaches": base[:, 1:4],
+        "transposed": base.view(48, 10).t(),
+        "permuted": base.permute(2, 0, 1),
+        "expanded rows": base[0, 0].expand(7, 10),
+        "expanded columns": base[0, 0, :, None].expand(10, 5),
+        "reversed storage order": base.permute(1, 0, 2),
+    }
+
+
+@NORMS
+@pytest.mark.parametrize("name", strided_inputs("cpu"))
+def test_norms_match_torch_on_strided_input(norm, name, device):
+    x = strided_inputs(device)[name]
+    shape = (x.shape[-1],)
+    y, *_ = check(norm, x, shape, make_params(norm, shape, x.dtype, device))
+    assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("name", strided_inputs("cpu"))
+def test_layer_norm_matches_torch_on_strided_gradients(name, device):
+    dy = strided_inputs(device)[name]
+    shape = (dy.shape[-1],)
+    x = torch.randn(dy.shape, device=device)
+    check("layer_norm", x, shape, make_params("layer_norm", shape, x.dtype, device), dy=dy)
+
+
+def test_layer_norm_takes_the_expanded_gradient_of_sum(device, small_blocks):
+    for n_cols in (16, 77):
+        x = torch.randn(9, n_cols, device=device)
+        dy = torch.ones((), device=device).expand(x.shape)
+        params = make_params("layer_norm", (n_cols,), x.dtype, device)
+        leaves = [t.clone().requires_grad_() for t in (x, *params)]
+        tg.layer_norm(leaves[0], n_cols, *leaves[1:]).sum().backward()
+        expected = check("layer_norm", x, (n_cols,), params, dy=dy)
+        for leaf, grad in zip(leaves, expected[1:], strict=True):
+            assert torch.equal(leaf.grad, grad)
+
+
+def test_rows_are_viewed_where_strides_allow(device):
+    x = torch.randn(4, 6, 10, device=device)
+    viewed = [x, x[1:], x.view(24, 10)[::3], x[:, :, 2:7], x[:, 0], x[0, 0].expand(4, 10), x.view(24, 10)[:, :1]]
+    for t in viewed:
+        assert module._rows(t, t.shape[-1]).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    for t in (x.transpose(0, 2), x[..., ::2], x[:, 1:3]):
+        rows = module._rows(t, t.shape[-1])
+        assert rows.stride(1) == 1 and torch.equal(rows, t.reshape(-1, t.shape[-1]))
+
+
+def test_layer_norm_takes_strided_params(device):
+    x = torch.randn(5, 12, device=device)
+    params = [torch.randn(24, device=device)[::2], torch.randn(1, device=device).expand(12)]
+    check("layer_norm", x, (12,), params)
+    x = torch.randn(5, 3, 4, device=device)
+    check("layer_norm", x, (3, 4), [torch.randn(4, 3, device=device).t(), torch.randn(3, 4, device=device)])
+
+
+# --- zero-size ---
+
+
+@NORMS
+@pytest.mark.parametrize(("shape", "n_dims"), [((0,), 1), ((0, 5), 1), ((3, 0), 1), ((2, 0, 4), 1), ((2, 0, 4), 2)])
+def test_norms_of_nothing(norm, shape, n_dims, device):
+    normalized = shape[-n_dims:]
+    x = torch.randn(shape, device=device, requires_grad=True)
+    params = [p.requires_grad_() for p in make_params(norm, normalized, x.dtype, device)]
+    y = ours(norm, x, normalized, params, 1e-5)
+    assert y.shape == x.shape and y.dtype == x.dtype
+    grads = torch.autograd.grad(y.sum(), [x, *params])
+    assert grads[0].shape == x.shape
+    assert all(torch.equal(g, torch.zeros_like(p)) for g, p in zip(grads[1:], params, strict=True))
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize("mean", [1e3, -1e4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_layer_norm_with_a_large_mean(mean, dtype, device, small_blocks):
+    for n_cols in (16, 130):
+        x = (torch.randn(20, n_cols, device=device) + mean).to(dtype)
+        check("layer_norm", x, (n_cols,), [None, None])
+
+
+def test_long_rows_whose_parts_differ(device, small_blocks):
+    # The first block says nothing about the rest: neither its mean nor its variance.
+    x = torch.randn(4, 130, device=device)
+    x[:, 16:] += 1e4
+    x[:, 64:] *= 1e-2
+    check("layer_norm", x, (130,), [None, None])
+
+
+@NORMS
+@pytest.mark.parametrize("n_cols", [6, 77], ids=["short", "long"])
+def test_nan_and_infinity_stay_in_their_row(norm, n_cols, device, small_blocks):
+    x = torch.randn(6, n_cols, device=device)
+    x[1, 2] = math.nan
+    x[2, 0] = math.inf
+    x[3, n_cols - 1] = -math.inf
+    x[4, 0], x[4, 1] = math.inf, -math.inf
+    params = make_params(norm, (n_cols,), x.dtype, device)
+    dy = torch.randn(x.shape, device=device)
+    result = run(ours, norm, x, (n_cols,), params, 1e-5, dy)
+    expected = run(torchs, norm, x, (n_cols,), params, 1e-5, dy)
+    for mine, theirs in zip(result[:1] + result[2:], expected[:1] + expected[2:], strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-5, atol=1e-5)
+    clean = [0, 5]
+    torch.testing.assert_close(result[1][clean], expected[1][clean], rtol=1e-5, atol=1e-5)
+    assert not result[1][1:5].isfinite().all(dim=1).any()
+
+
+@NORMS
+def test_norms_of_constant_rows(norm, device, small_blocks):
+    for n_cols in (8, 77):
+        x = torch.tensor([0.0, 3.0, -1e4], device=device)[:, None].repeat(1, n_cols)
+        result = ours(norm, x, n_cols, [None] * (2 if norm == "layer_norm" else 1), 1e-5)
+        torch.testing.assert_close(result, torchs(norm, x, (n_cols,), [None], 1e-5), rtol=1e-5, atol=1e-5)
+
+
+def test_float16_sums_do_not_overflow(device):
+    x = torch.full((2, 64), 60000.0, device=device, dtype=torch.float16)
+    x[:, ::2] = -60000.0
+    torch.testing.assert_close(tg.layer_norm(x, 64), x.sign())
+    torch.testing.assert_close(tg.rms_norm(x, 64), x.sign())
+
+
+# --- derivatives ---
+
+
+@NORMS
+@pytest.mark.parametrize("n_cols", [5, 11], ids=["short", "long"])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_norms_gradcheck(norm, n_cols, affine, device, small_blocks):
+    x = torch.randn(2, n_cols, device=device, dtype=torch.float64, requires_grad=True)
+    params = make_params(norm, (n_cols,), torch.float64, device, weight=affine, bias=affine)
+    leaves = [x, *(p.requires_grad_() for p in params if p is not None)]
+
+    def function(x, *params):
+        return getattr(tg, norm)(x, n_cols, *params, eps=1e-3)
+
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+def test_layer_norm_gradients_of_some_inputs(wanted, device):
+    x, dy = torch.randn(2, 9, 12, device=device)
+    inputs = [x, *make_params("layer_norm", (12,), x.dtype, device)]
+    leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(inputs)]
+    tg.layer_norm(leaves[0], 12, *leaves[1:]).backward(dy)
+    expected = run(ours, "layer_norm", x, (12,), inputs[1:], 1e-5, dy)[1:]
+    for i, leaf in enumerate(leaves):
+        assert (leaf.grad is not None) == (i in wanted)
+        assert i not in wanted or torch.equal(leaf.grad, expected[i])
+
+
+def test_layer_norm_second_derivative_in_16_bits(device):
+    x, dy, v = torch.randn(3, 4, 10, device=device).half()
+    weight = torch.randn(10, device=device)
+    grads = []
+    for function in (tg.layer_norm, lambda x, n, w: F.layer_norm(x.float(), (n,), w).to(x.dtype)):
+        leaf, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(function(leaf, 10, w), leaf, dy, create_graph=True)
+        grads.append(torch.autograd.grad(dx, (leaf, w), v))
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+
+
+@NORMS
+@pytest.mark.parametrize("n_cols", [24, 77], ids=["short", "long"])
+def test_gradients_repeat_bit_for_bit(norm, n_cols, device, small_blocks):
+    n_rows = 20 if DEVICE.type == "cpu" else 2000
+    x, dy = torch.randn(2, n_rows, n_cols, device=device).bfloat16()
+    params = make_params(norm, (n_cols,), x.dtype, device)
+    first = run(ours, norm, x, (n_cols,), params, 1e-5, dy)
+    for _ in range(2 if DEVICE.type == "cpu" else 100):
+        again = run(ours, norm, x, (n_cols,), params, 1e-5, dy)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_weight_gradients_are_summed_in_float32(device):
+    # In bfloat16 a sum of ones stops growing at 256.
+    x, dy = torch.zeros(2, 300, 4, device=device, dtype=torch.bfloat16)
+    bias = torch.zeros(4, device=device, dtype=torch.bfloat16, requires_grad=True)
+    tg.layer_norm(x, 4, None, bias).backward(dy + 1)
+    assert torch.equal(bias.grad, torch.full_like(bias, 300))
+
+
+@NORMS
+def test_inputs_and_gradients_stay_unmodified(norm, device):
+    x, dy = torch.randn(2, 9, 20, device=device).bfloat16()
+    tensors = [x, dy, *make_params(norm, (20,), x.dtype, device)]
+    copies, versions = [t.clone() for t in tensors], [t._version for t in tensors]
+    run(ours, norm, x, (20,), tensors[2:], 1e-5, dy)
+    assert all(torch.equal(t, copy) for t, copy in zip(tensors, copies, strict=True))
+    assert [t._version for t in tensors] == versions
+
+
+# --- refusals ---
+
+
+REFUSED = {
+    "no tensor": (lambda x: ([1.0], 1), TypeError, "x must be a torch.Tensor, got list"),
+    "integers": (lambda x: (x.int(), 4), TypeError, "x must have one of the dtypes .*, got int32"),
+    "another length": (lambda x: (x, 5), ValueError, r"normalized_shape must name .* \(3, 4\), got \(5,\)"),
+    "leading dims": (lambda x: (x, (3,)), ValueError, r"normalized_shape must name .* \(3, 4\), got \(3,\)"),
+    "too many dims": (lambda x: (x, (2, 3, 4)), ValueError, r"normalized_shape must name .*, got \(2, 3, 4\)"),
+    "no dims": (lambda x: (x, ()), ValueError, r"normalized_shape must name .*, got \(\)"),
+    "0-d x": (lambda x: (x[0, 0], ()), ValueError, r"normalized_shape must name .*, got \(\)"),
+    "a fraction": (lambda x: (x, 4.0), TypeError, "normalized_shape must be an int or a sequence of ints, got 4.0"),
+    "2-d weight": (lambda x: (x, 4, x), ValueError, r"weight must have shape \(4,\), got \(3, 4\)"),
+    "scalar weight": (lambda x: (x, 4, 2.0), TypeError, "weight must be a torch.Tensor, got float"),
+}
+EPS = {
+    "negative eps": (-1e-5, ValueError, "eps must be at least 0, got -1e-05"),
+    "NaN eps": (math.nan, ValueError, "eps must be at least 0, got nan"),
+    "tensor eps": (torch.ones(()), TypeError, "eps must be a Python number, got Tensor"),
+}
+
+
+@NORMS
+@pytest.mark.parametrize("name", REFUSED)
+def test_norms_refuse(norm, name, device):
+    args, error, message = REFUSED[name]
+    with pytest.raises(error, match=f"{norm}: {message}"):
+        getattr(tg, norm)(*args(torch.randn(3, 4, device=device)))
+
+
+@NORMS
+@pytest.mark.parametrize("name", EPS)
+def test_norms_refuse_eps(norm, name, device):
+    eps, error, message = EPS[name]
+    with pytest.raises(error, match=f"{norm}: {message}"):
+        getattr(tg, norm)(torch.randn(3, 4, device=device), 4, eps=eps)
+
+
+def test_layer_norm_refuses_params_that_torch_refuses(device):
+    x = torch.randn(3, 4, device=device)
+    with pytest.raises(TypeError, match="layer_norm: weight must have one of the dtypes float32, got float16"):
+        tg.layer_norm(x, 4, torch.ones(4, device=device).half())
+    with pytest.raises(TypeError, match="layer_norm: bias must have one of the dtypes float16, float32, got bfloat16"):
+        tg.layer_norm(x.half(), 4, None, torch.ones(4, device=device).bfloat16())
+    with pytest.raises(ValueError, match=r"layer_norm: bias must have shape \(4,\), got \(3,\)"):
+        tg.layer_norm(x, 4, None, torch.ones(3, device=device))
+
+
+@pytest.mark.gpu
+@NORMS
+def test_norms_refuse_a_weight_on_another_device(norm, device):
+    with pytest.raises(ValueError, match=f"{norm}: weight must be on the device of x"):
+        getattr(tg, norm)(torch.randn(3, 4, device=device), 4, torch.ones(4))
+
+
+# --- with the rest of torch ---
+
+
+@NORMS
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_norms_compile_without_graph_breaks(norm, dynamic, device):
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    def compiled(x, *params):
+        return getattr(tg, norm)(x * 2, x.shape[-1], *params) + 1
+
+    for shape in [(4, 12), (7, 20)]:
+        x = torch.randn(shape, device=device)
+        params = make_params(norm, shape[1:], x.dtype, device)
+        grads = []
+        for function in (compiled, lambda x, *p: getattr(tg, norm)(x * 2, x.shape[-1], *p) + 1):
+            leaves = [t.clone().requires_grad_() for t in (x, *params)]
+            y = function(*leaves)
+            grads.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+        for compiled_result, eager_result in zip(*grads, strict=True):
+            torch.testing.assert_close(compiled_result, eager_result)
+        torch.testing.assert_close(compiled(x, *params), grads[0][0].detach())
+
+
+@pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer_norm", "rms_norm"])
+def test_opcheck(subtract_mean, device):
+    x, dy = torch.randn(2, 6, 10, device=device)
+    weight, bias = torch.randn(2, 10, device=device)
+    ops = torch.ops.triton_gallery
+    forward = (x.half(), weight, bias if subtract_mean else None, 10, 1e-5, subtract_mean, torch.float16)
+    torch.library.opcheck(ops.layer_norm_fwd.default, forward)
+    _, mean, rstd = ops.layer_norm_fwd(x, weight, None, 10, 1e-5, subtract_mean, torch.float32)
+    for dtypes in [(torch.float32, torch.float32), (None, None)]:
+        torch.library.opcheck(ops.layer_norm_bwd.default, (dy, x, weight, mean, rstd, 10, *dtypes))
+
+
+@pytest.mark.gpu
+@NORMS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_autocast_gives_torchs_dtype(norm, dtype, device):
+    x, weight = torch.randn(4, 32, device=device, dtype=dtype), torch.randn(32, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        y, expected = getattr(tg, norm)(x, 32, weight.to(dtype)), getattr(F, norm)(x, (32,), weight.to(dtype))
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y, expected)
+
+
+def test_row_counts_share_compilations():
+    from triton_gallery import codegen
+
+    def call(n_rows):
+        weight = torch.empty(1024, device="meta", dtype=torch.float16)
+        return (
+            tg.layer_norm,
+            (torch.empty(n_rows, 1024, device="meta", dtype=torch.float16), 1024, weight, weight),
+            {},
+            True,
+        )
+
+    row_counts = [1, 2, 3, 15, 16, 17, 31, 32, 100, 128, 255, 500, 512, 1000, 1024, 1031, *range(4090, 4106)]
+    outcomes = codegen._compile(codegen._pack([call(n) for n in row_counts], ("sm_90",)))
+    compiled = {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}
+    names = [name for name, _ in compiled]
+    assert len(row_counts) == 32 and set(map(names.count, names)) <= {1, 2, 3}
+
+
+# --- fuzz ---
+
+
+@st.composite
+def fuzzed(draw):
+    """A shape, how many of its dimensions are normalized, a dtype, and steps that make a strided view."""
+    shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    return (
+        shape,
+        draw(st.integers(1, len(shape))),
+        draw(st.sampled_from(FLOATS)),
+        draw(st.lists(st.integers(1, 3), min_size=len(shape), max_size=len(shape))),
+        draw(st.permutations(range(len(shape)))),
+        draw(st.booleans()),
+    )
+
+
+@NORMS
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=fuzzed())
+def test_norms_match_torch_on_fuzzed_inputs(norm, small_blocks, case):
+    shape, n_dims, dtype, steps, order, affine = case
+    base = torch.randn([shape[d] * steps[d] for d in order], device=DEVICE).to(dtype)
+    x = base.permute([order.index(d) for d in range(len(shape))])[tuple(slice(None, None, step) for step in steps)]
+    assert x.shape == tuple(shape)
+    normalized = tuple(shape[-n_dims:])
+    if x.numel():
+        check(norm, x, normalized, make_params(norm, normalized, dtype, DEVICE, affine, affine), eps=1e-3)
+    else:
+        assert getattr(tg, norm)(x, normalized).shape == x.shape
