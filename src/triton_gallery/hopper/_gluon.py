@@ -1,0 +1,100 @@
+"""What the Hopper kernels share: Gluon's pieces under one name, tensor descriptors, barriers.
+
+Gluon is experimental and renames things between Triton versions. Importing this module fails where a piece is missing;
+then `triton_gallery.hopper.load` returns None and the ``tl`` kernels do the work.
+"""
+
+import torch
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "as_row",
+    "async_load",
+    "async_store",
+    "descriptor",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "named_barrier",
+    "opaque",
+    "phase",
+    "reduce_add",
+    "store_wait",
+    "tma_can_address",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+# Triton 3.9 has new names for the two copies.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+store_wait = tma.store_wait
+_ADD = ir.DESCRIPTOR_REDUCE_KIND.ADD
+
+
+def tma_can_address(x: torch.Tensor) -> bool:
+    """TMA wants a contiguous last dimension, 16-byte strides and a 16-byte aligned start."""
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+
+
+def descriptor(x: torch.Tensor, block_shape: list[int]) -> TensorDescriptor:
+    """A tensor descriptor of x for tiles of `block_shape`, with the layout that the matrix unit reads."""
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block_shape, element)
+    # The stride of a dimension of size 1 is never used, but the descriptor checks it.
+    strides = [stride if size > 1 else x.shape[-1] for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block_shape, layout)
+
+
+@builtin
+def reduce_add(desc, coordinates, smem, _semantic=None):
+    """Add a float32 tile in shared memory to memory; the copy engine does the additions, in no fixed order."""
+    handles = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(_ADD, desc.handle, handles, smem.handle)
+
+
+@builtin
+def as_row(smem, layout, _semantic=None):
+    """A 1-D piece of shared memory seen as one row, which is what a copy of one row wants."""
+    layout = getattr(layout, "value", layout)
+    return _semantic.memdesc_reinterpret(smem, smem.dtype, [1, smem.shape[0]], layout)
+
+
+@gluon.jit
+def named_barrier(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr):
+    """`bar.sync` waits for, and `bar.arrive` announces, 256 threads: two warp groups."""
+    # Without a tensor argument, each thread runs the instruction once.
+    gl.inline_asm_elementwise(
+        INSTRUCTION + " " + BARRIER + ", 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def phase(step, STAGES: gl.constexpr):
+    """The parity of a stage's barrier at `step`: it flips each time the ring of stages comes round."""
+    return (step // STAGES) & 1
+
+
+@gluon.jit
+def opaque(x):
+    """x, in a way that the compiler does not see through.
+
+    Without it, LLVM computes a matrix operand's address once for both sides of a branch, ahead of the branch, and the
+    machine code then reads a wrong place in all warps but the first (seen with Triton 3.6.0).
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

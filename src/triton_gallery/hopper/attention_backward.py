@@ -1,0 +1,392 @@
+"""Flash attention backward for Hopper, in Gluon: dQ, dK and dV in one pass over the tiles.
+
+A program owns 128 keys, keeps their dK and dV in registers and walks the queries; one warp group starts TMA copies, two
+do the arithmetic. dQ is summed in float32 memory by TMA reductions, whose order is not fixed, so dQ may differ in its
+last bits between runs (dK and dV do not). Where that matters, `triton_gallery.attention` uses its two-pass kernels.
+
+Source: Shah et al., FlashAttention-3 (2024), for the order of the products.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .._launch import launch
+from ._gluon import (
+    TensorDescriptor,
+    as_row,
+    async_load,
+    async_store,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    named_barrier,
+    phase,
+    reduce_add,
+    store_wait,
+    tma_can_address,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2_E = 1.4426950408889634
+KEYS_PER_PROGRAM = 128
+QUERIES_PER_TILE = 64
+
+
+@gluon.jit
+def _meet():
+    """Both consumers wait for each other."""
+    named_barrier("bar.sync", "9")
+
+
+@gluon.jit
+def _query_tiles(kv_tile, n_q_tiles, IS_CAUSAL: gl.constexpr):
+    """First query tile of a key tile, and how many there are.
+
+    Without a mask each key tile starts elsewhere, so that programs under way at once add to different rows of dQ.
+    """
+    if IS_CAUSAL:
+        first = kv_tile * 2
+        n = n_q_tiles - first
+    else:
+        first = (kv_tile * 2) % n_q_tiles
+        n = n_q_tiles
+    return first, n
+
+
+@gluon.jit
+def _bwd_producer(
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
+    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads,
+    STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Copies the program's K and V once, then Q, dO and the row statistics of one query tile after another."""
+    head = gl.program_id(0) // n_kv_tiles
+    kv_tile = gl.program_id(0) % n_kv_tiles
+    first, n = _query_tiles(kv_tile, n_q_tiles, IS_CAUSAL)
+    b = head // n_heads
+    h = head % n_heads
+    mbarrier.expect(k_full, k_desc.block_type.nbytes)
+    async_load(k_desc, [b, h, kv_tile * 128, 0], k_full, k_smem)
+    mbarrier.expect(v_full, v_desc.block_type.nbytes)
+    async_load(v_desc, [b, h, kv_tile * 128, 0], v_full, v_smem)
+    for i in range(n):
+        stage = i % STAGES
+        q_tile = first + i
+        if not IS_CAUSAL:
+            q_tile = gl.where(q_tile >= n_q_tiles, q_tile - n_q_tiles, q_tile)
+        mbarrier.wait(q_empty.index(stage), phase(i, STAGES) ^ 1)
+        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
+        async_load(q_desc, [b, h, q_tile * 64, 0], q_full.index(stage), q_smem.index(stage))
+        for c in gl.static_range(2):
+            row = as_row(stats_smem.index(2 * stage + c), stats_desc.layout)
+            async_load(stats_desc, [(head * n_q_tiles + q_tile) * 2 + c, 0], q_full.index(stage), row)
+        mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
+        async_load(dout_desc, [b, h, q_tile * 64, 0], dout_full.index(stage), dout_smem.index(stage))
+
+
+@gluon.jit
+def _bwd_step(
+    i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
+    q_full, dout_full, q_empty, head, kv_tile, first, n_q_tiles, seq_kv, scale, scale_log2,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK_DIAGONAL: gl.constexpr,
+    EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """One tile of 64 queries against this consumer's 64 keys; S, P and dP stand transposed (keys x queries).
+
+    The order keeps the matrix unit busy: the softmax runs under dP, dS under dV, and dQ leaves under dK.
+    """
+    dtype: gl.constexpr = q_smem.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
+    COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    # dQ of a tile needs both consumers' dS; each computes half of its transpose: 64 columns of dQ by 64 or 32 queries.
+    DQ_COLS: gl.constexpr = 64 if HEAD_DIM == 128 else 32
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
+    stage = i % STAGES
+    q_tile = first + i
+    if not IS_CAUSAL:
+        q_tile = gl.where(q_tile >= n_q_tiles, q_tile - n_q_tiles, q_tile)
+    q = q_smem.index(stage).reshape((64, HEAD_DIM))
+    dout = dout_smem.index(stage).reshape((64, HEAD_DIM))
+    ds_both = ds_smem.index(i & 1)
+    zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+
+    mbarrier.wait(q_full.index(stage), phase(i, STAGES))
+    lse = stats_smem.index(2 * stage).load(COLS)
+    s_token = warpgroup_mma(k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(dout_full.index(stage), phase(i, STAGES))
+    dp_token = warpgroup_mma(v_operand, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s_token,))
+    keys = kv_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    if MASK_DIAGONAL:
+        queries = q_tile * 64 + gl.arange(0, 64, COLS)
+        s = gl.where(queries[None, :] >= keys[:, None], s, float("-inf"))
+    if not EVEN_KV:
+        s = gl.where(keys[:, None] < seq_kv, s, float("-inf"))
+    p = gl.exp2(s * scale_log2 - lse[None, :])
+    p_operand = gl.convert_layout(p.to(dtype), OPERAND)
+    delta = stats_smem.index(2 * stage + 1).load(COLS)
+    dv_token = warpgroup_mma(p_operand, dout, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp_token,))
+    ds = (p * (dp - delta[None, :])).to(dtype)
+    ds_both.slice(CONSUMER * 64, 64, dim=0).store(ds)
+    fence_async_shared()
+    _meet()
+    dq_zeros = gl.zeros([64, DQ_COLS], gl.float32, DQ_LAYOUT)
+    if HEAD_DIM == 128:
+        dq_token = warpgroup_mma(
+            k_tile.slice(CONSUMER * 64, 64, dim=1).permute((1, 0)), ds_both, dq_zeros, use_acc=False, is_async=True
+        )
+    else:
+        dq_token = warpgroup_mma(
+            k_tile.permute((1, 0)), ds_both.slice(CONSUMER * 32, 32, dim=1), dq_zeros, use_acc=False, is_async=True
+        )
+    dk_token = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
+    dv = warpgroup_mma_wait(2, deps=(dv_token,))
+    dq = warpgroup_mma_wait(1, deps=(dq_token,)) * scale
+    store_wait(0)
+    dq_smem.permute((1, 0)).store(dq)
+    fence_async_shared()
+    row = (head * n_q_tiles + q_tile) * 64
+    if HEAD_DIM == 128:
+        reduce_add(dq_desc, [row, CONSUMER * 64], dq_smem)
+    else:
+        reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
+    dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    mbarrier.arrive(q_empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _bwd_consumer(
+    dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
+    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, seq_kv, scale, scale_log2,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, EVEN_KV: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Owns 64 keys: keeps their dK and dV in registers while the query tiles pass by."""
+    dtype: gl.constexpr = q_smem.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    head = gl.program_id(0) // n_kv_tiles
+    kv_tile = gl.program_id(0) % n_kv_tiles
+    first, n = _query_tiles(kv_tile, n_q_tiles, IS_CAUSAL)
+    k_tile = k_smem.reshape((128, HEAD_DIM))
+    k_own = k_tile.slice(CONSUMER * 64, 64, dim=0)
+    v_own = v_smem.reshape((128, HEAD_DIM)).slice(CONSUMER * 64, 64, dim=0)
+    dq_own = dq_smem.index(CONSUMER)
+    dk = gl.zeros([64, HEAD_DIM], gl.float32, D_LAYOUT)
+    dv = gl.zeros([64, HEAD_DIM], gl.float32, D_LAYOUT)
+    mbarrier.wait(k_full, 0)
+    mbarrier.wait(v_full, 0)
+    if HEAD_DIM == 64:
+        # K and V fit in registers as operands of S and dP: a quarter less traffic from shared memory.
+        k_operand = k_own.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        v_operand = v_own.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    else:
+        k_operand = k_own
+        v_operand = v_own
+    # Only the first two query tiles of a causal key tile touch the diagonal.
+    N_DIAGONAL: gl.constexpr = 2 if IS_CAUSAL else 0
+    if IS_CAUSAL:
+        for i in range(0, N_DIAGONAL):
+            dk, dv = _bwd_step(
+                i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
+                q_full, dout_full, q_empty, head, kv_tile, first, n_q_tiles, seq_kv, scale, scale_log2,
+                HEAD_DIM, STAGES, IS_CAUSAL, True, EVEN_KV, CONSUMER,
+            )  # fmt: skip
+    for i in range(N_DIAGONAL, n):
+        dk, dv = _bwd_step(
+            i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
+            q_full, dout_full, q_empty, head, kv_tile, first, n_q_tiles, seq_kv, scale, scale_log2,
+            HEAD_DIM, STAGES, IS_CAUSAL, False, EVEN_KV, CONSUMER,
+        )  # fmt: skip
+    store_wait(0)
+    _meet()  # both consumers are past their last read of K and V before either overwrites them
+    k_own.store((dk * scale).to(dtype))
+    v_own.store(dv.to(dtype))
+    fence_async_shared()
+    _meet()
+    b = head // n_heads
+    h = head % n_heads
+    if CONSUMER == 0:
+        async_store(dk_desc, [b, h, kv_tile * 128, 0], k_smem)
+    else:
+        async_store(dv_desc, [b, h, kv_tile * 128, 0], v_smem)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["n_kv_tiles", "n_q_tiles", "n_heads", "seq_kv"])
+def _attention_bwd_hopper_kernel(
+    q_desc,  # (batch, n_heads, seq_q, head_dim)
+    dout_desc,  # (batch, n_heads, seq_q, head_dim)
+    k_desc,  # (batch, n_heads, seq_kv, head_dim)
+    v_desc,  # (batch, n_heads, seq_kv, head_dim)
+    stats_desc,  # (batch * n_heads * n_q_tiles * 2, 64): of each query tile lse in base 2, then delta
+    dk_desc,  # (batch, n_heads, seq_kv, head_dim)
+    dv_desc,  # (batch, n_heads, seq_kv, head_dim)
+    dq_desc,  # (batch * n_heads * n_q_tiles * 64, head_dim), float32, zero at the start
+    n_kv_tiles,
+    n_q_tiles,
+    n_heads,
+    seq_kv,
+    scale,
+    scale_log2,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    EVEN_KV: gl.constexpr,
+):
+    """Program i owns key tile i % n_kv_tiles (128 keys) of head i // n_kv_tiles: its dK and dV, and its share of dQ."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, HEAD_DIM], q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, HEAD_DIM], dout_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, 128, HEAD_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, 128, HEAD_DIM], v_desc.layout)
+    stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], gl.float16)
+    ds_smem = gl.allocate_shared_memory(dtype, [2, 128, 64], DS_LAYOUT)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)  # noqa: RUF005
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(dout_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    # fmt: off
+    gl.warp_specialize([
+        (_bwd_producer, (
+            q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
+            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, STAGES, IS_CAUSAL)),
+        (_bwd_consumer, (
+            dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
+            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, seq_kv, scale, scale_log2,
+            HEAD_DIM, STAGES, IS_CAUSAL, EVEN_KV, 0)),
+        (_bwd_consumer, (
+            dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
+            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, seq_kv, scale, scale_log2,
+            HEAD_DIM, STAGES, IS_CAUSAL, EVEN_KV, 1)),
+    ], [4, 4], [240, 240])
+    # fmt: on
+
+
+@triton.jit(do_not_specialize=["n_q_tiles", "n_heads", "seq_q"])
+def _attention_bwd_hopper_prepare_kernel(
+    out_ptr,  # (batch, n_heads, seq_q, head_dim), contiguous
+    dout_ptr,  # (batch, n_heads, seq_q, head_dim)
+    lse_ptr,  # (batch, n_heads, seq_q)
+    stats_ptr,  # (batch * n_heads * n_q_tiles, 2, 64)
+    dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, head_dim)
+    dout_batch_stride,
+    dout_head_stride,
+    dout_row_stride,
+    n_q_tiles,
+    n_heads,
+    seq_q,
+    HEAD_DIM: tl.constexpr,
+):
+    """Program i, counted from the end, owns query tile i: delta = sum(O * dO) of each row, and dQ's sums set to zero.
+
+    From the end, because what the main kernel reads first is then what the cache saw last.
+    """
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    head = tile // n_q_tiles
+    rows = (tile % n_q_tiles) * 64 + tl.arange(0, 64)
+    cols = tl.arange(0, HEAD_DIM)
+    row_mask = rows < seq_q
+    mask = row_mask[:, None]
+    out = tl.load(out_ptr + (head * seq_q + rows)[:, None] * HEAD_DIM + cols[None, :], mask=mask, other=0.0)
+    dout_ptr += (head // n_heads) * dout_batch_stride + (head % n_heads) * dout_head_stride
+    dout = tl.load(dout_ptr + rows[:, None] * dout_row_stride + cols[None, :], mask=mask, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
+    # Rows past the end get lse = +inf, so that their probabilities are exp2(−inf) = 0.
+    lse = tl.load(lse_ptr + head * seq_q + rows, mask=row_mask, other=float("inf"))
+    stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)
+    tl.store(stats_ptrs, lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
+    tl.store(stats_ptrs + 64, delta)
+    dq_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * HEAD_DIM + cols[None, :]
+    tl.store(dq_ptrs, tl.zeros((64, HEAD_DIM), tl.float32))
+
+
+@triton.jit(do_not_specialize=["n_q_tiles", "seq_q"])
+def _attention_bwd_hopper_finish_kernel(
+    dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, head_dim), float32
+    dq_ptr,  # (batch, n_heads, seq_q, head_dim), contiguous
+    n_q_tiles,
+    seq_q,
+    HEAD_DIM: tl.constexpr,
+):
+    """Program i, counted from the end, owns query tile i: dQ narrowed to the output's dtype."""
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    head = tile // n_q_tiles
+    rows = (tile % n_q_tiles) * 64 + tl.arange(0, 64)
+    cols = tl.arange(0, HEAD_DIM)
+    dq = tl.load(dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * HEAD_DIM + cols[None, :])
+    dq_ptrs = dq_ptr + (head * seq_q + rows)[:, None] * HEAD_DIM + cols[None, :]
+    tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=(rows < seq_q)[:, None])
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dQ, dK and dV for inputs that `supports` accepts.
+
+    There must be as many key as query heads and, under a causal mask, no more keys than queries.
+
+    Args:
+        dout: gradient of the output; copied when TMA cannot address it.
+        out, lse: what the forward returned: contiguous output, float32 natural logsumexp.
+    """
+    batch, n_heads, seq_q, head_dim = q.shape
+    seq_kv = k.shape[2]
+    if not tma_can_address(dout):
+        dout = dout.contiguous()
+    # An even number: a key tile's diagonal crosses two query tiles. Rows past the end count for nothing.
+    n_q_tiles = 2 * triton.cdiv(seq_q, 2 * QUERIES_PER_TILE)
+    n_kv_tiles = triton.cdiv(seq_kv, KEYS_PER_PROGRAM)
+    n_tiles = batch * n_heads * n_q_tiles
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    stats = torch.empty((n_tiles * 2, QUERIES_PER_TILE), device=q.device, dtype=torch.float32)
+    dq_sum = torch.empty((n_tiles * QUERIES_PER_TILE, head_dim), device=q.device, dtype=torch.float32)
+    launch(
+        _attention_bwd_hopper_prepare_kernel, (n_tiles,), out, dout, lse, stats, dq_sum, *dout.stride()[:3], n_q_tiles,
+        n_heads, seq_q, HEAD_DIM=head_dim, num_warps=4,
+    )  # fmt: skip
+    launch(
+        _attention_bwd_hopper_kernel,
+        (batch * n_heads * n_kv_tiles,),
+        descriptor(q, [1, 1, QUERIES_PER_TILE, head_dim]),
+        descriptor(dout, [1, 1, QUERIES_PER_TILE, head_dim]),
+        descriptor(k, [1, 1, KEYS_PER_PROGRAM, head_dim]),
+        descriptor(v, [1, 1, KEYS_PER_PROGRAM, head_dim]),
+        TensorDescriptor.from_tensor(
+            stats, [1, QUERIES_PER_TILE], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        ),
+        descriptor(dk, [1, 1, KEYS_PER_PROGRAM, head_dim]),
+        descriptor(dv, [1, 1, KEYS_PER_PROGRAM, head_dim]),
+        descriptor(dq_sum, [64, 64] if head_dim == 128 else [32, 64]),
+        n_kv_tiles, n_q_tiles, n_heads, seq_kv, scale, scale * LOG2_E,
+        HEAD_DIM=head_dim, STAGES=2, IS_CAUSAL=is_causal, EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
+    )  # fmt: skip
+    launch(
+        _attention_bwd_hopper_finish_kernel, (n_tiles,), dq_sum, dq, n_q_tiles, seq_q, HEAD_DIM=head_dim, num_warps=4
+    )
+    return dq, dk, dv

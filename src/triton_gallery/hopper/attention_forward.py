@@ -1,0 +1,438 @@
+"""Flash attention forward for Hopper, in Gluon: the formulas of ``triton_gallery.attention``, placed by hand.
+
+What ``tl`` cannot say and this kernel does: one warp group does nothing but start TMA copies (the *producer*), two or
+three others do the arithmetic (the *consumers*), and all of them meet at barriers in shared memory. A copy, a matrix
+product and an exponential are then under way at the same time in one multiprocessor. A program walks a list of tiles
+that the host made, so that the short tiles of a causal mask fill the gaps which the long ones leave.
+
+Source: Shah et al., FlashAttention-3 (2024), for overlapping the softmax with the matrix products.
+"""
+
+import functools
+import heapq
+
+import torch
+import triton
+
+from .._launch import launch, num_multiprocessors
+from ._gluon import (
+    async_load,
+    async_store,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    named_barrier,
+    opaque,
+    phase,
+    store_wait,
+    tma_can_address,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2_E = 1.4426950408889634
+BLOCK_N = 128  # keys per tile
+MAX_TILES = gl.constexpr(4096)  # query tiles of one head; a schedule entry is head * MAX_TILES + tile
+_L2_BYTES = 33 * 2**20  # what K and V of the heads in flight may take of the L2 cache
+
+
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
+    """Whether these inputs fit the kernels: 16-bit, head_dim 64 or 128, and rows that TMA can address."""
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] in (64, 128)
+        and v.shape[-1] == q.shape[-1]
+        and min(q.numel(), k.numel()) > 0
+        # The running maximum is taken of the unscaled scores.
+        and scale > 0
+        # A tile's number and its head share one int32 of the schedule.
+        and q.shape[-2] <= MAX_TILES.value * 128
+        and q.shape[0] * q.shape[1] < 2**31 // MAX_TILES.value
+        and all(tma_can_address(x) for x in (q, k, v))
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule(n_tiles, n_heads, rows, seq_kv, head_dim, is_causal, device):
+    """An int32 table (programs, width): the tiles of each program, −1 after the last.
+
+    Heads are taken in groups whose K and V stay in L2; within a group the longest tiles go first, each to the program
+    that is free first. Without this, a causal mask leaves a quarter of the machine idle.
+    """
+    heads_in_flight = 1
+    while heads_in_flight < 64 and heads_in_flight * 2 * seq_kv * head_dim * 4 <= _L2_BYTES:
+        heads_in_flight *= 2
+    n_programs = min(num_multiprocessors(device), n_tiles * n_heads)
+    lists = [[] for _ in range(n_programs)]
+    free_at = [(0.0, program) for program in range(n_programs)]
+    for first in range(0, n_heads, heads_in_flight):
+        heads = range(first, min(n_heads, first + heads_in_flight))
+        if is_causal:
+            tiles = [(tile, head) for tile in reversed(range(n_tiles)) for head in heads]
+        else:
+            tiles = [(tile, head) for head in heads for tile in range(n_tiles)]
+        for tile, head in tiles:
+            time, program = heapq.heappop(free_at)
+            lists[program].append(head * MAX_TILES.value + tile)
+            n_kv_tiles = triton.cdiv(seq_kv, BLOCK_N)
+            if is_causal:
+                n_kv_tiles = min(n_kv_tiles, triton.cdiv((tile + 1) * rows, BLOCK_N))
+            # 0.6 of a step is what starting and ending a tile costs.
+            heapq.heappush(free_at, (time + n_kv_tiles + 0.6, program))
+    width = max(map(len, lists)) + 1
+    table = torch.tensor([tiles + [-1] * (width - len(tiles)) for tiles in lists], dtype=torch.int32)
+    return table.to(device)
+
+
+@gluon.jit
+def _wait_turn(CONSUMER: gl.constexpr):
+    """Consumers take turns to start their matrix products: while one multiplies, another takes exponentials."""
+    if CONSUMER == 0:
+        named_barrier("bar.sync", "9")
+    elif CONSUMER == 1:
+        named_barrier("bar.sync", "10")
+    else:
+        named_barrier("bar.sync", "11")
+
+
+@gluon.jit
+def _pass_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+    if CONSUMER == NUM_CONSUMERS - 1:
+        named_barrier("bar.arrive", "9")
+    elif CONSUMER == 0:
+        named_barrier("bar.arrive", "10")
+    else:
+        named_barrier("bar.arrive", "11")
+
+
+@gluon.jit
+def _num_kv_tiles(tile, seq_kv, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    n = gl.cdiv(seq_kv, BLOCK_N)
+    if IS_CAUSAL:
+        n = gl.minimum(gl.cdiv((tile + 1) * ROWS, BLOCK_N), n)
+    return n
+
+
+@gluon.jit
+def _copy_kv_tile(desc, batch, head, row, smem, full, empty, step, STAGES: gl.constexpr):
+    """Wait until the consumers have left the stage, then start the copy; its arrival trips the `full` barrier."""
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    async_load(desc, [batch, head, row, 0], full.index(stage), smem.index(stage))
+
+
+@gluon.jit
+def _fwd_producer(
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    seq_kv, n_heads, group_size, schedule_ptr, schedule_width,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Copies Q once per tile, and K and V tile by tile from the diagonal backwards."""
+    step = 0
+    entry_ptr = schedule_ptr + gl.program_id(0) * schedule_width
+    n_done = 0
+    entry = gl.load(entry_ptr)
+    while entry >= 0:
+        next_entry = gl.load(entry_ptr + n_done + 1)
+        tile = entry % MAX_TILES
+        batch = (entry // MAX_TILES) // n_heads
+        head = (entry // MAX_TILES) % n_heads
+        kv_head = head // group_size
+        n = _num_kv_tiles(tile, seq_kv, BLOCK_M * NUM_CONSUMERS, BLOCK_N, IS_CAUSAL)
+        # The first K goes before Q: it need not wait for the previous tile to end.
+        _copy_kv_tile(k_desc, batch, kv_head, (n - 1) * BLOCK_N, k_smem, k_full, k_empty, step, STAGES)
+        for c in gl.static_range(NUM_CONSUMERS):
+            mbarrier.wait(q_empty.index(c), (n_done & 1) ^ 1)
+            mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
+            row = tile * (BLOCK_M * NUM_CONSUMERS) + c * BLOCK_M
+            async_load(q_desc, [batch, head, row, 0], q_full.index(c), q_smem.index(c))
+        for j in range(1, n):
+            # K runs one tile ahead of V, as the consumers' products do.
+            _copy_kv_tile(k_desc, batch, kv_head, (n - 1 - j) * BLOCK_N, k_smem, k_full, k_empty, step + 1, STAGES)
+            _copy_kv_tile(v_desc, batch, kv_head, (n - j) * BLOCK_N, v_smem, v_full, v_empty, step, STAGES)
+            step += 1
+        _copy_kv_tile(v_desc, batch, kv_head, 0, v_smem, v_full, v_empty, step, STAGES)
+        step += 1
+        n_done += 1
+        entry = next_entry
+
+
+@gluon.jit
+def _fwd_step(
+    q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
+    BLOCK_N: gl.constexpr, V_ROWS: gl.constexpr, NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Start S = Q Kᵀ of the next tile and acc += P V of this one together; the softmax of S runs under P V."""
+    BLOCK_M: gl.constexpr = q.shape[0]
+    HEAD_DIM: gl.constexpr = q.shape[1]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    next_stage = (step + 1) % STAGES
+    stage = step % STAGES
+    v = v_smem.index(stage).reshape((BLOCK_N, HEAD_DIM))
+    if V_ROWS < BLOCK_N:
+        v = v.slice(0, V_ROWS, dim=0)
+    k = k_smem.index(next_stage).reshape((BLOCK_N, HEAD_DIM))
+    mbarrier.wait(k_full.index(next_stage), phase(step + 1, STAGES))
+    _wait_turn(CONSUMER)
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
+    s_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(stage), phase(step, STAGES))
+    acc_token = warpgroup_mma(p, v, acc, is_async=True)
+    _pass_turn(CONSUMER, NUM_CONSUMERS)
+    s = warpgroup_mma_wait(1, deps=(s_token,))
+    mbarrier.arrive(k_empty.index(next_stage), count=1)
+    # exp(x - m) as exp2: log2(e) is folded into the scale, so that x * scale - m is one fused multiply-add.
+    new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
+    p_f32 = gl.exp2(s * scale_log2 - new_max[:, None])
+    rescale = gl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + gl.sum(p_f32, 1)
+    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+    p = gl.convert_layout(p_f32.to(q.dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2))
+    return p, acc, new_max, row_sum
+
+
+@gluon.jit
+def _fwd_consumer(
+    out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Owns BLOCK_M query rows of each tile; the first key tile it meets is the only one that can need a mask."""
+    dtype: gl.constexpr = out_desc.dtype
+    # With two consumers the diagonal tile is 128 x 128: the upper one's rows see its first half only.
+    HALF: gl.constexpr = IS_CAUSAL and NUM_CONSUMERS == 2 and CONSUMER == 0 and BLOCK_N == 2 * BLOCK_M
+    FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
+    FIRST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    step = 0
+    n_done = 0
+    q = q_smem.index(CONSUMER).reshape((BLOCK_M, HEAD_DIM))
+    out = out_smem.index(CONSUMER)
+    if CONSUMER == NUM_CONSUMERS - 1:
+        named_barrier("bar.arrive", "9")  # the first turn is consumer 0's
+    entry_ptr = schedule_ptr + gl.program_id(0) * schedule_width
+    entry = gl.load(entry_ptr)
+    while entry >= 0:
+        next_entry = gl.load(entry_ptr + n_done + 1)
+        tile = entry % MAX_TILES
+        head = entry // MAX_TILES
+        n = _num_kv_tiles(tile, seq_kv, BLOCK_M * NUM_CONSUMERS, BLOCK_N, IS_CAUSAL)
+        row = tile * (BLOCK_M * NUM_CONSUMERS) + CONSUMER * BLOCK_M
+        acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, ACC_LAYOUT)
+        mbarrier.wait(q_full.index(CONSUMER), n_done & 1)
+        if IS_CAUSAL and BLOCK_N % (BLOCK_M * NUM_CONSUMERS) != 0:
+            # Key tiles that lie wholly above this consumer's rows are handed back unused.
+            n_own = gl.minimum(gl.cdiv(row + BLOCK_M, BLOCK_N), n)
+            for _ in range(n_own, n):
+                stage = step % STAGES
+                mbarrier.wait(k_full.index(stage), phase(step, STAGES))
+                _wait_turn(CONSUMER)
+                _pass_turn(CONSUMER, NUM_CONSUMERS)
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                mbarrier.wait(v_full.index(stage), phase(step, STAGES))
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                step += 1
+            n = n_own
+
+        # The first tile: the diagonal under a causal mask, the ragged end of the keys otherwise.
+        stage = step % STAGES
+        k = k_smem.index(stage).reshape((BLOCK_N, HEAD_DIM))
+        if HALF:
+            k = k.slice(0, FIRST_N, dim=0)
+        mbarrier.wait(k_full.index(stage), phase(step, STAGES))
+        _wait_turn(CONSUMER)
+        zeros = gl.zeros([BLOCK_M, FIRST_N], gl.float32, FIRST_LAYOUT)
+        s_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        _pass_turn(CONSUMER, NUM_CONSUMERS)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        cols = (n - 1) * BLOCK_N + gl.arange(0, FIRST_N, gl.SliceLayout(0, FIRST_LAYOUT))
+        if IS_CAUSAL:
+            rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, FIRST_LAYOUT))
+            s = gl.where(rows[:, None] >= cols[None, :], s, float("-inf"))
+        if not EVEN_KV:
+            s = gl.where(cols[None, :] < seq_kv, s, float("-inf"))
+        first_max = gl.max(s, 1) * scale_log2
+        p_f32 = gl.exp2(s * scale_log2 - first_max[:, None])
+        row_sum = gl.convert_layout(gl.sum(p_f32, 1), ROWS)
+        row_max = gl.convert_layout(first_max, ROWS)
+        p_first = gl.convert_layout(p_f32.to(dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2))
+
+        if HALF:
+            # P of the half tile has another shape than P of a whole one, so its step stands before the loop.
+            if n > 1:
+                p, acc, row_max, row_sum = _fwd_step(
+                    q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p_first, acc, row_max, row_sum,
+                    scale_log2, BLOCK_N, FIRST_N, NUM_CONSUMERS, STAGES, CONSUMER,
+                )  # fmt: skip
+                step += 1
+                for _ in range(2, n):
+                    p, acc, row_max, row_sum = _fwd_step(
+                        q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
+                        BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, CONSUMER,
+                    )  # fmt: skip
+                    step += 1
+                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N, BLOCK_N, STAGES)
+            else:
+                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                acc = _last_pv(v_smem, v_full, v_empty, opaque(step), p_first, acc, BLOCK_N, FIRST_N, STAGES)
+        else:
+            p = p_first
+            for _ in range(1, n):
+                p, acc, row_max, row_sum = _fwd_step(
+                    q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
+                    BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, CONSUMER,
+                )  # fmt: skip
+                step += 1
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N, BLOCK_N, STAGES)
+        step += 1
+
+        rows = row + gl.arange(0, BLOCK_M, ROWS)
+        lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # ln 2: back to the natural logarithm
+        gl.store(lse_ptr + head.to(gl.int64) * seq_q + rows, lse, mask=rows < seq_q)
+        acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+        store_wait(0)
+        out.reshape((BLOCK_M, HEAD_DIM)).store(acc.to(dtype))
+        fence_async_shared()
+        async_store(out_desc, [head // n_heads, head % n_heads, row, 0], out)
+        n_done += 1
+        entry = next_entry
+    store_wait(0)
+
+
+@gluon.jit
+def _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N: gl.constexpr, V_ROWS: gl.constexpr, STAGES: gl.constexpr):
+    stage = step % STAGES
+    v = v_smem.index(stage).reshape((BLOCK_N, acc.shape[1]))
+    if V_ROWS < BLOCK_N:
+        v = v.slice(0, V_ROWS, dim=0)
+    mbarrier.wait(v_full.index(stage), phase(step, STAGES))
+    acc_token = warpgroup_mma(p, v, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return acc
+
+
+@gluon.jit(do_not_specialize=["seq_q", "seq_kv", "n_heads", "group_size", "schedule_width"])
+def _attention_fwd_hopper_kernel(
+    q_desc,  # (batch, n_heads, seq_q, head_dim)
+    k_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
+    v_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
+    out_desc,  # (batch, n_heads, seq_q, head_dim)
+    lse_ptr,  # (batch, n_heads, seq_q), float32
+    schedule_ptr,  # (programs, schedule_width), int32
+    seq_q,
+    seq_kv,
+    n_heads,
+    group_size,
+    schedule_width,
+    scale_log2,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    EVEN_KV: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Program i owns the query tiles that row i of the schedule lists; a tile is NUM_CONSUMERS x BLOCK_M rows."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
+    out_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, HEAD_DIM], out_desc.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(NUM_CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=NUM_CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=NUM_CONSUMERS)
+    # A tuple kept in a variable would lose its constexprs, so the arguments are spelt out.
+    # fmt: off
+    if NUM_CONSUMERS == 2:
+        gl.warp_specialize([
+            (_fwd_producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_kv, n_heads, group_size, schedule_ptr, schedule_width,
+                BLOCK_M, BLOCK_N, NUM_CONSUMERS, STAGES, IS_CAUSAL)),
+            (_fwd_consumer, (
+                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 0)),
+            (_fwd_consumer, (
+                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 1)),
+        ], [4, 4], [REGISTERS, REGISTERS])
+    else:
+        gl.warp_specialize([
+            (_fwd_producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_kv, n_heads, group_size, schedule_ptr, schedule_width,
+                BLOCK_M, BLOCK_N, NUM_CONSUMERS, STAGES, IS_CAUSAL)),
+            (_fwd_consumer, (
+                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 0)),
+            (_fwd_consumer, (
+                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 1)),
+            (_fwd_consumer, (
+                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 2)),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
+    # fmt: on
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and float32 logsumexp of inputs that `supports` accepts; a causal mask is aligned top-left."""
+    batch, n_heads, seq_q, head_dim = q.shape
+    n_kv_heads, seq_kv = k.shape[1:3]
+    block_m = 64
+    even_kv = seq_kv % BLOCK_N == 0
+    # Three consumers feed the matrix unit better at head_dim 64, but make coarser causal tiles and have no registers to
+    # spare for masking a ragged end.
+    n_consumers = 3 if head_dim == 64 and even_kv and not (is_causal and seq_q < 2048) else 2
+    rows = block_m * n_consumers
+    schedule = _schedule(triton.cdiv(seq_q, rows), batch * n_heads, rows, seq_kv, head_dim, is_causal, q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty((batch, n_heads, seq_q), device=q.device, dtype=torch.float32)
+    launch(
+        _attention_fwd_hopper_kernel,
+        (schedule.shape[0],),
+        descriptor(q, [1, 1, block_m, head_dim]),
+        descriptor(k, [1, 1, BLOCK_N, head_dim]),
+        descriptor(v, [1, 1, BLOCK_N, head_dim]),
+        descriptor(out, [1, 1, block_m, head_dim]),
+        lse, schedule, seq_q, seq_kv, n_heads, n_heads // n_kv_heads, schedule.shape[1], scale * LOG2_E,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, HEAD_DIM=head_dim, NUM_CONSUMERS=n_consumers, STAGES=2, IS_CAUSAL=is_causal,
+        EVEN_KV=even_kv, REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
+    )  # fmt: skip
+    return out, lse
