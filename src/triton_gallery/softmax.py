@@ -1,0 +1,507 @@
+"""Softmax: a whole row in registers where it fits, running statistics where it does not."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ._launch import FLOATS, check_tensor, collapse, launch, num_multiprocessors, operator
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+# One program keeps at most this much of its rows in registers, counted in the dtype of the statistics: half of the
+# register file of one multiprocessor. Longer rows take the online kernels.
+_MAX_ROW_BYTES = 128 * 1024
+# How much of a longer row one step of an online kernel reads: 16 bytes for each thread of 16 warps.
+_ONLINE_BLOCK_BYTES = 8 * 1024
+# The second walk over a row should find it in the L2 cache, so all rows in flight together stay below this.
+_L2_BYTES = 36 * 1024 * 1024
+
+
+# --- forward kernels --------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _softmax_fwd_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    out_ptr,  # (n_rows, n_cols), contiguous
+    n_rows,
+    n_cols,
+    x_row_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    IS_LOG: tl.constexpr = False,
+    STATS_DTYPE: tl.constexpr = tl.float32,
+):
+    """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS: out = exp(x - max(x)) / sum(exp(x - max(x)))."""
+    # int64 before the product with a stride: a tensor may hold more than 2**31 elements.
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_COLS)[None, :]
+    mask = (rows < n_rows) & (cols < n_cols)
+    # Padded lanes hold -inf: they never win the maximum, and exp(-inf) adds 0 to the sum.
+    x = tl.load(x_ptr + rows * x_row_stride + cols, mask=mask, other=-float("inf"))
+    # As in torch, x takes the output's dtype before anything else; the arithmetic is at least float32.
+    x = x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE)
+    x = x - tl.max(x, axis=1, keep_dims=True)
+    numerator = tl.exp(x)
+    denominator = tl.sum(numerator, axis=1, keep_dims=True)
+    if IS_LOG:
+        out = x - tl.log(denominator)
+    else:
+        # One division per row, then products.
+        out = numerator * (1 / denominator)
+    tl.store(out_ptr + rows * n_cols + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _online_start(SHAPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Each lane's running maximum m and sum s before it has seen a number."""
+    # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
+    LOWEST: tl.constexpr = -1.7976931348623157e308 if DTYPE == tl.float64 else -3.4028234663852886e38
+    return tl.full(SHAPE, LOWEST, DTYPE), tl.zeros(SHAPE, DTYPE)
+
+
+@triton.jit
+def _online_update(m, s, x):
+    """Fold x into each lane's running maximum m and its sum s of exp(x - m)."""
+    # The new maximum is m or x, so one of exp(m - new) and exp(x - new) is 1 and the other is e.
+    e = tl.exp(-tl.abs(x - m))
+    s = tl.where(x > m, s * e + 1, s + e)
+    return tl.maximum(m, x), s
+
+
+@triton.jit
+def _online_finish(m, s):
+    """Merge the lanes of axis 0: the row's maximum, and its sum of exp(x - maximum)."""
+    row_max = tl.max(m, axis=0, keep_dims=True)
+    return row_max, tl.sum(s * tl.exp(m - row_max), axis=0, keep_dims=True)
+
+
+@triton.jit
+def _normalize(x, row_max, row_sum, IS_LOG: tl.constexpr):
+    if IS_LOG:
+        return x - row_max - tl.log(row_sum)
+    else:
+        return tl.exp(x - row_max) * (1 / row_sum)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _softmax_online_fwd_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    out_ptr,  # (n_rows, n_cols), contiguous
+    n_rows,
+    n_cols,
+    x_row_stride,
+    BLOCK_COLS: tl.constexpr,
+    IS_LOG: tl.constexpr = False,
+    STATS_DTYPE: tl.constexpr = tl.float32,
+):
+    """Program i owns rows i, i + num_programs, ... and walks each twice: for max and sum, then to write the result."""
+    cols = tl.arange(0, BLOCK_COLS)
+    row = tl.program_id(0).to(tl.int64)
+    while row < n_rows:
+        x_ptrs = x_ptr + row * x_row_stride + cols
+        out_ptrs = out_ptr + row * n_cols + cols
+        # Every lane keeps statistics of its own; the lanes meet once per row, not once per block.
+        m, s = _online_start((BLOCK_COLS,), STATS_DTYPE)
+        for start in tl.range(0, n_cols, BLOCK_COLS, num_stages=4):
+            mask = start + cols < n_cols
+            x = tl.load(x_ptrs + start, mask=mask, other=-float("inf"), eviction_policy="evict_last")
+            m, s = _online_update(m, s, x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE))
+        row_max, row_sum = _online_finish(m, s)
+        # The second walk finds in the L2 cache what the first one asked it to keep.
+        for start in tl.range(0, n_cols, BLOCK_COLS, num_stages=4):
+            mask = start + cols < n_cols
+            x = tl.load(x_ptrs + start, mask=mask, other=-float("inf"), eviction_policy="evict_first")
+            out = _normalize(x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE), row_max, row_sum, IS_LOG)
+            tl.store(out_ptrs + start, out.to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+        row += tl.num_programs(0)
+
+
+@triton.jit
+def _row_offsets(rows, sizes, strides):
+    """Offset of each row's first element: peel one index after another off the row's number, innermost first."""
+    offsets = rows * 0
+    for d in tl.static_range(len(sizes)):
+        offsets += rows % sizes[d] * strides[d]
+        rows = rows // sizes[d]
+    return offsets
+
+
+@triton.jit
+def _softmax_strided_fwd_kernel(
+    x_ptr,  # any strides over `sizes` and the columns
+    out_ptr,  # any strides over `sizes` and the columns
+    n_rows,
+    n_cols,
+    sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
+    x_row_strides,
+    out_row_strides,
+    x_col_stride,
+    out_col_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS, a tile of columns at a time, in any memory layout."""
+    # Columns run down the tile and rows across it: in most such tensors neighbouring rows are neighbours in memory.
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    lanes = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
+    x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides)
+    out_ptrs = out_ptr + _row_offsets(rows, sizes, out_row_strides)
+    m, s = _online_start((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + lanes
+        x = tl.load(x_ptrs + cols * x_col_stride, mask=(rows < n_rows) & (cols < n_cols), other=-float("inf"))
+        m, s = _online_update(m, s, x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE))
+    row_max, row_sum = _online_finish(m, s)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + lanes
+        mask = (rows < n_rows) & (cols < n_cols)
+        x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"))
+        out = _normalize(x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE), row_max, row_sum, IS_LOG)
+        tl.store(out_ptrs + cols * out_col_stride, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# --- backward kernels -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _summand(y, dy, IS_LOG: tl.constexpr):
+    """What the backward pass sums over a row."""
+    return dy if IS_LOG else dy * y
+
+
+@triton.jit
+def _gradient(y, dy, row_sum, IS_LOG: tl.constexpr):
+    return dy - tl.exp(y) * row_sum if IS_LOG else y * (dy - row_sum)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _softmax_bwd_kernel(
+    y_ptr,  # (n_rows, n_cols), the forward's output
+    dy_ptr,  # (n_rows, n_cols)
+    dx_ptr,  # (n_rows, n_cols), contiguous
+    n_rows,
+    n_cols,
+    y_row_stride,
+    dy_row_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    IS_LOG: tl.constexpr = False,
+    STATS_DTYPE: tl.constexpr = tl.float32,
+):
+    """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS: dx = y * (dy - sum(dy * y))."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_COLS)[None, :]
+    mask = (rows < n_rows) & (cols < n_cols)
+    # Padded lanes hold 0, which adds nothing to the sum.
+    y = tl.load(y_ptr + rows * y_row_stride + cols, mask=mask, other=0.0).to(STATS_DTYPE)
+    dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=mask, other=0.0).to(STATS_DTYPE)
+    row_sum = tl.sum(_summand(y, dy, IS_LOG), axis=1, keep_dims=True)
+    dx = _gradient(y, dy, row_sum, IS_LOG)
+    tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _softmax_online_bwd_kernel(
+    y_ptr,  # (n_rows, n_cols), the forward's output
+    dy_ptr,  # (n_rows, n_cols)
+    dx_ptr,  # (n_rows, n_cols), contiguous
+    n_rows,
+    n_cols,
+    y_row_stride,
+    dy_row_stride,
+    BLOCK_COLS: tl.constexpr,
+    IS_LOG: tl.constexpr = False,
+    STATS_DTYPE: tl.constexpr = tl.float32,
+):
+    """Program i owns rows i, i + num_programs, ... and walks each twice: for the sum, then to write the gradient."""
+    cols = tl.arange(0, BLOCK_COLS)
+    row = tl.program_id(0).to(tl.int64)
+    while row < n_rows:
+        y_ptrs = y_ptr + row * y_row_stride + cols
+        dy_ptrs = dy_ptr + row * dy_row_stride + cols
+        dx_ptrs = dx_ptr + row * n_cols + cols
+        sums = tl.zeros((BLOCK_COLS,), STATS_DTYPE)
+        for start in tl.range(0, n_cols, BLOCK_COLS, num_stages=3):
+            mask = start + cols < n_cols
+            y = tl.load(y_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_last").to(STATS_DTYPE)
+            dy = tl.load(dy_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_last").to(STATS_DTYPE)
+            sums += _summand(y, dy, IS_LOG)
+        row_sum = tl.sum(sums, axis=0)
+        for start in tl.range(0, n_cols, BLOCK_COLS, num_stages=3):
+            mask = start + cols < n_cols
+            y = tl.load(y_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first").to(STATS_DTYPE)
+            dy = tl.load(dy_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first").to(STATS_DTYPE)
+            dx = _gradient(y, dy, row_sum, IS_LOG)
+            tl.store(dx_ptrs + start, dx.to(dx_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+        row += tl.num_programs(0)
+
+
+@triton.jit
+def _softmax_strided_bwd_kernel(
+    y_ptr,  # any strides over `sizes` and the columns
+    dy_ptr,  # any strides over `sizes` and the columns
+    dx_ptr,  # any strides over `sizes` and the columns
+    n_rows,
+    n_cols,
+    sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
+    y_row_strides,
+    dy_row_strides,
+    dx_row_strides,
+    y_col_stride,
+    dy_col_stride,
+    dx_col_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS, a tile of columns at a time, in any memory layout."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    lanes = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
+    y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides)
+    dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides)
+    dx_ptrs = dx_ptr + _row_offsets(rows, sizes, dx_row_strides)
+    sums = tl.zeros((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + lanes
+        mask = (rows < n_rows) & (cols < n_cols)
+        y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0).to(STATS_DTYPE)
+        dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0).to(STATS_DTYPE)
+        sums += _summand(y, dy, IS_LOG)
+    row_sum = tl.sum(sums, axis=0, keep_dims=True)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + lanes
+        mask = (rows < n_rows) & (cols < n_cols)
+        y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0).to(STATS_DTYPE)
+        dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0).to(STATS_DTYPE)
+        dx = _gradient(y, dy, row_sum, IS_LOG)
+        tl.store(dx_ptrs + cols * dx_col_stride, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+def _launch_rows(
+    kernels: tuple, inputs: tuple[torch.Tensor, ...], out: torch.Tensor, dim: int, is_log: bool, dtype: torch.dtype
+) -> None:
+    """Launch the one of three kernels (whole rows, online, strided) that suits the rows along `dim`."""
+    whole_rows, online, strided = kernels
+    shape, *strides = (list(s) or [1] for s in (out.shape, *(t.stride() for t in (*inputs, out))))
+    n_cols = shape.pop(dim)
+    n_rows = out.numel() // n_cols
+    col_strides = [s.pop(dim) for s in strides]
+    sizes, row_strides = collapse(shape, *strides)
+    stats_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    meta = {"IS_LOG": is_log, "STATS_DTYPE": tl.float64 if dtype == torch.float64 else tl.float32}
+    dense_rows = n_cols == 1 or all(stride == 1 for stride in col_strides)
+
+    if len(sizes) > 1 or not dense_rows:
+        block_rows, block_cols = _strided_tile(n_rows, n_cols, dense_rows)
+        grid = (triton.cdiv(n_rows, block_rows),)
+        launch(
+            strided, grid, *inputs, out, n_rows, n_cols, sizes, *row_strides, *col_strides,
+            BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=8, **meta,
+        )  # fmt: skip
+        return
+
+    args = (*inputs, out, n_rows, n_cols, *(s[0] for s in row_strides[:-1]))
+    block_cols = triton.next_power_of_2(n_cols)
+    col_bytes = len(inputs) * stats_dtype.itemsize
+    if block_cols * col_bytes <= _MAX_ROW_BYTES:
+        # Short rows share a program, which keeps more loads in flight that way.
+        block_rows = max(1, 1024 // block_cols)
+        num_warps = _num_warps(block_rows * block_cols * col_bytes)
+        grid = (triton.cdiv(n_rows, block_rows),)
+        launch(whole_rows, grid, *args, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps, **meta)
+        return
+
+    n_processors = num_multiprocessors(out.device)
+    row_bytes = n_cols * sum(x.element_size() for x in inputs)
+    rows_per_processor = 2 if 2 * n_processors * row_bytes <= _L2_BYTES else 1
+    grid = (min(n_rows, rows_per_processor * n_processors),)
+    block_cols = _ONLINE_BLOCK_BYTES // inputs[0].element_size()
+    launch(online, grid, *args, BLOCK_COLS=block_cols, num_warps=16, **meta)
+
+
+def _num_warps(n_bytes: int) -> int:
+    """Warps for a tile of that many bytes in registers: measured on an H200, and no more than 64 values per thread."""
+    return next((warps for limit, warps in ((4096, 2), (16384, 4), (65536, 8)) if n_bytes <= limit), 16)
+
+
+def _strided_tile(n_rows: int, n_cols: int, dense_rows: bool) -> tuple[int, int]:
+    """Rows and columns of a tile of 2048 elements, longest along the dimension that is dense in memory."""
+    if dense_rows:
+        block_cols = min(triton.next_power_of_2(n_cols), 1024)
+        return 2048 // block_cols, block_cols
+    # 64 rows of a 16-bit dtype fill one 128-byte line of the cache. Only two choices, so that few kernels are compiled.
+    block_rows = 64 if n_rows > 8 else 8
+    return block_rows, min(triton.next_power_of_2(n_cols), 2048 // block_rows)
+
+
+def _empty_output(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+@operator(fake=_empty_output)
+def _softmax_fwd(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
+    out = _empty_output(x, dim, dtype, is_log)
+    if out.numel() > 0:
+        kernels = (_softmax_fwd_kernel, _softmax_online_fwd_kernel, _softmax_strided_fwd_kernel)
+        _launch_rows(kernels, (x,), out, dim, is_log, dtype)
+    return out
+
+
+def _empty_gradient(y: torch.Tensor, dy: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
+    return torch.empty(y.shape, dtype=dtype, device=y.device)
+
+
+@operator(fake=_empty_gradient)
+def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
+    dx = _empty_gradient(y, dy, dim, dtype, is_log)
+    if dx.numel() > 0:
+        kernels = (_softmax_bwd_kernel, _softmax_online_bwd_kernel, _softmax_strided_bwd_kernel)
+        _launch_rows(kernels, (y, dy), dx, dim, is_log, y.dtype)
+    return dx
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, dtype, is_log):
+        y = _softmax_fwd(x, dim, dtype, is_log)
+        ctx.save_for_backward(y)
+        ctx.dim, ctx.x_dtype, ctx.is_log = dim, x.dtype, is_log
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and (y.requires_grad or dy.requires_grad):
+            return _SoftmaxGrad.apply(y, dy, ctx.dim, ctx.x_dtype, ctx.is_log), None, None, None
+        return _softmax_bwd(y, dy, ctx.dim, ctx.x_dtype, ctx.is_log), None, None, None
+
+
+class _SoftmaxGrad(torch.autograd.Function):
+    """The backward pass as a function of its own, so that it can be differentiated again, by torch's operations."""
+
+    @staticmethod
+    def forward(ctx, y, dy, dim, x_dtype, is_log):
+        ctx.save_for_backward(y, dy)
+        ctx.dim, ctx.is_log = dim, is_log
+        return _softmax_bwd(y, dy, dim, x_dtype, is_log)
+
+    @staticmethod
+    def backward(ctx, ddx):
+        y, dy = ctx.saved_tensors
+        stats_dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+        p, g, h = (t.to(stats_dtype) for t in (y, dy, ddx))
+
+        def row_sum(t):
+            return t.sum(ctx.dim, keepdim=True)
+
+        if ctx.is_log:
+            p = p.exp()
+            for_y, for_dy = -h * p * row_sum(g), h - row_sum(h * p)
+        else:
+            for_y, for_dy = h * (g - row_sum(g * p)) - g * row_sum(h * p), p * (h - row_sum(h * p))
+        return for_y.to(y.dtype), for_dy.to(dy.dtype), None, None, None
+
+
+# --- public functions -------------------------------------------------------------------------------------------------
+
+
+def _apply(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log: bool) -> torch.Tensor:
+    check_tensor(op, "x", x, FLOATS + _INTEGERS)
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(f"{op}: dtype must be None, float16, bfloat16, float32 or float64, got {dtype}")
+    if dtype is None and x.dtype not in FLOATS:
+        raise TypeError(f"{op}: x must be floating-point, got {x.dtype}; pass dtype=torch.float32 to convert it first")
+    if not isinstance(dim, int):
+        raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}")
+    n_dims = max(x.ndim, 1)
+    if not -n_dims <= dim < n_dims:
+        raise ValueError(f"{op}: dim must be in [{-n_dims}, {n_dims - 1}], got {dim}")
+    dim %= n_dims
+    if dtype is None:
+        dtype = torch.float32 if _autocasts(x) else x.dtype
+    if x.dtype not in FLOATS:
+        x = x.to(dtype)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Softmax.apply(x, dim, dtype, is_log)
+    return _softmax_fwd(x, dim, dtype, is_log)
+
+
+def _autocasts(x: torch.Tensor) -> bool:
+    """Whether torch.autocast makes this a float32 operation; it does so on GPUs and not on the CPU."""
+    device = x.device.type
+    return device in ("cuda", "xpu") and x.dtype != torch.float64 and torch.is_autocast_enabled(device)
+
+
+def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    r"""Normalize along one dimension, as :func:`torch.softmax` does.
+
+    .. math:: \text{out}_i = \frac{e^{x_i - \max_j x_j}}{\sum_k e^{x_k - \max_j x_j}}
+
+    Args:
+        x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given an integer dtype or bool.
+        dim: the dimension along which the numbers of each row sum to 1; of any length.
+        dtype: convert x to this floating-point dtype first, while it is loaded.
+
+    Returns:
+        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise. Under
+        :class:`torch.autocast` on a GPU it is float32, as torch's.
+
+    Raises:
+        TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.
+        ValueError: x has no dimension dim, or lives where no kernel can run.
+
+    Notes:
+        Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
+        in torch. Up to 32768 columns (16384 for float64) a row stays in registers and is read once, longer ones
+        twice, the second time from the L2 cache while it fits there. Rows that are not dense in memory, as with any dim
+        but the last, are read where they lie, in tiles. The result repeats bit for bit. The gradient has kernels of its
+        own and can be differentiated again.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> triton_gallery.softmax(torch.tensor([0.0, 0.0, 0.0, 0.0]))
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
+
+    References:
+        Milakov and Gimelshein, *Online normalizer calculation for softmax*, https://arxiv.org/abs/1805.02867
+    """
+    return _apply("softmax", x, dim, dtype, False)
+
+
+def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    r"""Logarithm of :func:`softmax`, as :func:`torch.log_softmax`, without the loss of the small probabilities.
+
+    .. math:: \text{out}_i = x_i - \max_j x_j - \log \sum_k e^{x_k - \max_j x_j}
+
+    Args:
+        x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given an integer dtype or bool.
+        dim: the dimension along which the exponentials of each row sum to 1; of any length.
+        dtype: convert x to this floating-point dtype first, while it is loaded.
+
+    Returns:
+        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise. Under
+        :class:`torch.autocast` on a GPU it is float32, as torch's.
+
+    Raises:
+        TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.
+        ValueError: x has no dimension dim, or lives where no kernel can run.
+
+    Notes:
+        The kernels are those of :func:`softmax` with another last line, and what is noted there holds here.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> triton_gallery.log_softmax(torch.tensor([0.0, 0.0, 0.0, 0.0]))
+        tensor([-1.3863, -1.3863, -1.3863, -1.3863])
+    """
+    return _apply("log_softmax", x, dim, dtype, True)
