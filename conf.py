@@ -32,7 +32,7 @@ extensions = [
 exclude_patterns = ["_generated", "_inventories"]
 default_role = "code"
 nitpick_ignore_regex = [
-    ("py:class", r"tl\..*"),  # the types of a kernel's arguments: Triton's documentation has no entries for them
+    ("py:class", r"(tl|gl)\..*"),  # the types of a kernel's arguments: Triton's documentation has no entries for them
 ]
 
 # API pages

@@ -16,6 +16,7 @@ import argparse
 import ast
 import hashlib
 import json
+import os
 import re
 import sys
 import textwrap
@@ -40,15 +41,15 @@ class PageError(ValueError):
 # --- one page ---------------------------------------------------------------------------------------------------------
 
 
-def generate(page: Path, src: Path = SRC) -> str:
-    """The text of `page` with its quotes expanded and its measured numbers filled in."""
+def generate(page: Path, src: Path = SRC, keep_references: bool = False) -> str:
+    """The text of `page` with its quotes expanded and, unless references are kept, its measured numbers filled in."""
     text = page.read_text(encoding="utf-8")
 
     def expand(match: re.Match) -> str:
         line = text.count("\n", 0, match.start()) + 1
         try:
             if match["measured"]:
-                return measured(match["measured"])
+                return match[0] if keep_references else measured(match["measured"])
             if text[: match.start()].removesuffix("\n").rpartition("\n")[2].startswith("#"):
                 raise LookupError("quote: leave a blank line between a comment and the quote below it")
             return "\n\n\n".join(source_of(name.strip(), src) for name in _QUOTE.findall(match[0]))
@@ -116,12 +117,12 @@ def _names(node: ast.AST) -> list[str]:
 # --- all pages --------------------------------------------------------------------------------------------------------
 
 
-def write_all(dest: Path, examples: Path = EXAMPLES, src: Path = SRC) -> list[Path]:
+def write_all(dest: Path, examples: Path = EXAMPLES, src: Path = SRC, keep_references: bool = False) -> list[Path]:
     """Write every generated page into `dest`, where changed, and remove pages that have no example any more."""
     dest.mkdir(parents=True, exist_ok=True)
     pages = sorted(examples.glob(_PAGES))
     for page in pages:
-        _write(dest / page.name, generate(page, src))
+        _write(dest / page.name, generate(page, src, keep_references))
     if (examples / _HEADER).exists():
         _write(dest / _HEADER, (examples / _HEADER).read_text(encoding="utf-8"))
     names = {page.name for page in pages}
@@ -141,7 +142,8 @@ def machine() -> str:
     import torch
     import triton
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.get_device_module(gpu).get_device_name() if gpu else "no GPU"
     return f"{device}, torch {torch.__version__}, triton {triton.__version__}, {triton.knobs.runtime.interpret=}"
 
 
@@ -161,6 +163,12 @@ def fingerprint(page: Path, src: Path = SRC) -> str:
 
 
 def _builder_inited(app) -> None:
+    import torch
+    import triton
+
+    if torch.accelerator.is_available() and not triton.knobs.runtime.interpret:
+        # What the pages measure is kept beside the site; `make record` is what changes the committed records.
+        os.environ.setdefault("TRITON_GALLERY_RECORDS", str(ROOT / "build" / "records"))
     source, gallery = (app.srcdir / app.config.sphinx_gallery_conf[key] for key in ("examples_dirs", "gallery_dirs"))
     try:
         pages = write_all(source)
@@ -191,15 +199,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print or write the gallery's generated pages.")
     parser.add_argument("page", nargs="?", type=Path, help="print this page of examples/")
     parser.add_argument("--all", metavar="DEST", type=Path, help="write every page into the folder DEST")
+    keep = "leave :measured: references as they stand, for a run that measures what they refer to"
+    parser.add_argument("--keep-references", action="store_true", help=keep)
     args = parser.parse_args()
     if (args.page is None) == (args.all is None):
         parser.error("give one page, or --all DEST")
     sys.path.insert(0, str(SRC))
     try:
         if args.all:
-            write_all(args.all)
+            write_all(args.all, keep_references=args.keep_references)
         else:
-            sys.stdout.write(generate(args.page))
+            sys.stdout.write(generate(args.page, keep_references=args.keep_references))
     except PageError as error:
         sys.exit(f"examples/{error}")
 

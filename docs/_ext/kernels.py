@@ -1,8 +1,10 @@
-"""Documents ``@triton.jit`` kernels: their signature, their docstring, and a list of all kernels of a module.
+"""Documents Triton kernels: their signature, their docstring, and a list of all kernels of a module.
 
-To autodoc a kernel is an object without a signature, and in interpreter mode without a docstring too. Both are taken
-from the Python function inside. ``.. kernels:: triton_gallery.softmax`` documents every kernel that the module
-defines, in the order of the source.
+``.. kernels:: triton_gallery.softmax`` documents every kernel that the module defines, in the order of the source. It
+reads the source and imports nothing, so a kernel for another GPU or another version of Triton has its place too.
+
+To autodoc a kernel is an object without a signature, and in interpreter mode without a docstring too. Two handlers
+take both from the Python function inside, so that ``.. autofunction::`` shows one kernel alike in both modes.
 """
 
 import ast
@@ -18,31 +20,20 @@ from sphinx.util.docutils import SphinxDirective
 from triton.runtime.jit import KernelInterface
 
 
-def function_of(obj: object) -> Callable | None:
-    """The Python function inside a kernel, under autotuning and heuristics if need be; None for anything else."""
-    if not isinstance(obj, KernelInterface):
-        return None
-    while isinstance(obj, KernelInterface):
-        obj = obj.fn
-    return obj
+def kernels_in(source: str) -> list[ast.FunctionDef]:
+    """All functions in `source` that ``triton.jit`` or ``gluon.jit`` turns into a kernel."""
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return [f for f in functions if any(re.search(r"\bjit\b", ast.unparse(d)) for d in f.decorator_list)]
 
 
-def signature_of(function: Callable) -> str:
+def signature_of(node: ast.FunctionDef) -> str:
     """The parameters as the source writes them, so that types keep their usual names: ``tl.constexpr``."""
-    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     return f"({ast.unparse(node.args)})"
 
 
-def _process_signature(app, what, name, obj, options, args, retann):
-    function = function_of(obj)
-    return (signature_of(function), "") if function else None
-
-
-def _process_docstring(app, what, name, obj, options, lines) -> None:
-    function = function_of(obj)
-    if function:
-        # Kernel docstrings are plain text: an asterisk or a bar in a formula is no markup.
-        lines[:] = [re.sub(r"([*|\\])", r"\\\1", line) for line in prepare_docstring(function.__doc__ or "")]
+def docstring_of(docstring: str | None) -> list[str]:
+    """The lines as plain text: an asterisk or a bar in a kernel's formula is no markup."""
+    return [re.sub(r"([*|\\])", r"\\\1", line) for line in prepare_docstring(docstring or "")]
 
 
 class Kernels(SphinxDirective):
@@ -54,14 +45,33 @@ class Kernels(SphinxDirective):
         if not path.is_file():
             raise self.error(f"kernels: no module {module} in {SRC.name}/")
         self.env.note_dependency(str(path))
-        text = "\n".join(f".. autofunction:: {module}::{name}\n" for name in kernels_in(path.read_text("utf-8")))
-        return self.parse_text_to_nodes(text)
+        lines = []
+        for node in kernels_in(path.read_text(encoding="utf-8")):
+            lines += [f".. py:function:: {module}.{node.name}{signature_of(node)}", ""]
+            lines += [f"   {line}" for line in docstring_of(ast.get_docstring(node, clean=False))] + [""]
+        return self.parse_text_to_nodes("\n".join(lines))
 
 
-def kernels_in(source: str) -> list[str]:
-    """The names of all functions in `source` that a decorator turns into a kernel."""
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    return [f.name for f in functions if any(re.search(r"\bjit\b", ast.unparse(d)) for d in f.decorator_list)]
+def function_of(obj: object) -> Callable | None:
+    """The Python function inside a kernel, under autotuning and heuristics if need be; None for anything else."""
+    if not isinstance(obj, KernelInterface):
+        return None
+    while isinstance(obj, KernelInterface):
+        obj = obj.fn
+    return obj
+
+
+def _process_signature(app, what, name, obj, options, args, retann):
+    function = function_of(obj)
+    if function is None:
+        return None
+    return signature_of(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]), ""
+
+
+def _process_docstring(app, what, name, obj, options, lines) -> None:
+    function = function_of(obj)
+    if function is not None:
+        lines[:] = docstring_of(function.__doc__)
 
 
 def setup(app) -> dict:

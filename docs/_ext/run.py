@@ -4,13 +4,25 @@ The content is a program; all ``run`` directives of one page share one namespace
 prints stands below it in a box of its own. ``:hide-code:`` shows only the output. An exception, and so a failing
 ``assert``, fails the build and names the page and the line; code that is meant to fail catches its exception and
 prints it. Kernels may be defined in the content, because ``inspect.getsource`` finds it. Import triton_gallery before
-triton. Figures are the business of matplotlib's ``.. plot::``, which has a namespace of its own.
+triton.
+
+``:compiled:`` runs the code in a second process, where Triton's interpreter is off, so that kernels can be compiled for
+a GPU that is not here. These blocks share a namespace of their own.
+
+Figures are the business of matplotlib's ``.. plot::``, which finds what the page defined above it by
+``from page import name``.
 """
 
 import contextlib
+import functools
 import io
 import linecache
+import multiprocessing
+import os
+import sys
 import traceback
+import types
+from concurrent.futures import ProcessPoolExecutor
 
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -20,25 +32,18 @@ from sphinx.util.docutils import SphinxDirective
 
 class Run(SphinxDirective):
     has_content = True
-    option_spec = {"hide-code": directives.flag}  # noqa: RUF012  docutils' form
+    option_spec = {"hide-code": directives.flag, "compiled": directives.flag}  # noqa: RUF012  docutils' form
 
     def run(self) -> list[nodes.Node]:
         self.assert_has_content()
         source = "\n".join(self.content)
         file, line = f"{self.content.source(0)}:{self.content.offset(0) + 1}", self.content.offset(0)
-        try:
-            output = self._execute(source, file, line)
-        except Exception as error:
+        output, failure = self._execute(source, file, line)
+        if failure:
             # Read again next time, so that the build keeps failing until it is mended.
             self.env.note_reread()
-            frames = traceback.extract_tb(error.__traceback__)
-            last = next((f.lineno for f in reversed(frames) if f.filename == file), getattr(error, "lineno", line + 1))
-            trace = "".join(traceback.format_exception(error))
-            return [
-                self.state.document.reporter.error(
-                    f"run: {type(error).__name__}: {error}", nodes.literal_block("", trace), line=last
-                )
-            ]
+            message, trace, last = failure
+            return [self.state.document.reporter.error(f"run: {message}", nodes.literal_block("", trace), line=last)]
         shown = []
         if "hide-code" not in self.options:
             shown.append(nodes.literal_block(source, source, language="python", classes=["run-code"]))
@@ -48,16 +53,46 @@ class Run(SphinxDirective):
             self.set_source_info(node)
         return shown
 
-    def _execute(self, source: str, file: str, line: int) -> str:
-        namespace = self.env.temp_data.setdefault("run_namespace", {"__name__": "__main__"})
-        # Empty lines in front make the line numbers of a traceback those of the page. inspect.getsource, and so
-        # @triton.jit, looks for the source in this cache, where None says that there is no file.
-        text = "\n" * line + source + "\n"
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-        output = io.StringIO()
+    def _execute(self, source: str, file: str, line: int) -> tuple[str, tuple[str, str, int] | None]:
+        compiled = "compiled" in self.options
+        # temp_data lives as long as one page is read.
+        started = self.env.temp_data.setdefault("run_started", set())
+        first = compiled not in started
+        started.add(compiled)
+        if compiled:
+            return _compiling_process().submit(execute, source, file, line, first).result()
+        return execute(source, file, line, first)
+
+
+def execute(source: str, file: str, line: int, first: bool) -> tuple[str, tuple[str, str, int] | None]:
+    """Run a part of a page: what it printed, and when it raised, the error's message, its trace and the page's line."""
+    if first:
+        sys.modules["page"] = types.ModuleType("page")
+    # Empty lines in front make the line numbers of a traceback those of the page. inspect.getsource, and so
+    # @triton.jit, looks for the source in this cache, where None says that there is no file.
+    text = "\n" * line + source + "\n"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    output, failure = io.StringIO(), None
+    try:
         with contextlib.redirect_stdout(output):
-            exec(compile(text, file, "exec"), namespace)
-        return output.getvalue().rstrip()
+            exec(compile(text, file, "exec"), vars(sys.modules["page"]))
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = next((f.lineno for f in reversed(frames) if f.filename == file), getattr(error, "lineno", line + 1))
+        failure = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), last
+    return output.getvalue().rstrip(), failure
+
+
+@functools.cache
+def _compiling_process() -> ProcessPoolExecutor:
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_switch_interpreter_off)
+
+
+def _switch_interpreter_off() -> None:
+    os.environ["TRITON_INTERPRET"] = "0"
+    # Triton 3.9 warns about a coming default where it is not set.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def setup(app) -> dict:

@@ -1,0 +1,55 @@
+"""Says in one line what is missing before `make` starts something long; exits with status 1 then.
+
+    python docs/_ext/preflight.py python      is this Python new enough?
+    python docs/_ext/preflight.py packages    and do torch and Triton belong together, and is the rest there?
+    python docs/_ext/preflight.py gpu         and is there a GPU to measure on?
+
+It runs on any Python 3, so that an old one gets to say that it is old.
+"""
+
+import re
+import sys
+
+PYTHON, TORCH, TRITON = (3, 11), (2, 11), (3, 6)
+NEEDED = ("torch", "triton", "numpy", "sphinx", "sphinx-gallery", "sphinx_rtd_theme", "sphinx-copybutton")
+NEEDED += ("sphinx-design", "sphinxcontrib-bibtex", "matplotlib", "pandas")
+
+
+def problem(kind):
+    """What is missing, or None."""
+    if sys.version_info < PYTHON:
+        have, need = (".".join(map(str, version)) for version in (sys.version_info[:2], PYTHON))
+        return f"Python {need} or newer is needed, and {sys.executable} is {have}; name another: make PYTHON=python3.12"
+    if kind == "python":
+        return None
+    from importlib import metadata
+
+    versions = {}
+    for name in NEEDED if kind == "packages" else NEEDED[:3]:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return f"{name} is not installed for {sys.executable}; `make` without VENV= installs everything into .venv"
+    for name, oldest in (("torch", TORCH), ("triton", TRITON)):
+        if numbers(versions[name]) < oldest:
+            return f"{name} {oldest[0]}.{oldest[1]} or newer is needed, and {sys.executable} has {versions[name]}"
+    for requirement in metadata.requires("torch") or ():
+        pin = re.match(r"triton\s*==\s*([\d.]+)", requirement)
+        if pin and numbers(pin[1]) != numbers(versions["triton"]):
+            return f"torch {versions['torch']} goes with triton {pin[1]}, and {sys.executable} has {versions['triton']}"
+    if kind == "gpu":
+        import torch
+
+        if torch.accelerator.current_accelerator(check_available=True) is None:
+            return "there is no GPU to measure on"
+    return None
+
+
+def numbers(version):
+    return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
+if __name__ == "__main__":
+    message = problem(sys.argv[1])
+    if message:
+        sys.exit("triton-gallery: " + message)
