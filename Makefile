@@ -35,7 +35,7 @@ serve: html  ## Build the site and serve it at http://localhost:8000
 	$(PY) -m http.server --bind localhost --directory build/html 8000
 
 test: $(READY)  ## Run the tests
-	$(PY) -m pytest -n 2 -m "not slow"
+	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
 
 lint: $(READY)  ## Check style, and the generated pages for names that nothing defines
 	$(PY) -m ruff check .
