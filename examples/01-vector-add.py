@@ -1,0 +1,348 @@
+"""
+Vector addition
+===============
+
+We write a first GPU kernel, check it, measure it against the limit of the hardware, and break it on purpose.
+
+You will learn:
+
+- what a program, a block, a mask and a launch grid are
+- how a kernel and five lines of Python make a function
+- how to tell, before measuring, how fast a kernel can be
+- what a forgotten mask does, and how to notice
+"""
+
+# %%
+# A GPU, or a stand-in for one
+# ----------------------------
+#
+# Every page of this gallery starts with these lines. With a GPU, Triton compiles our kernels for it. Without one, the
+# package switches Triton's interpreter on: the same kernels then run on the CPU, one NumPy operation after the other.
+# That is slow and exact, which is what one wants for learning, so this page runs on any machine.
+
+import torch
+import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+# %%
+# An addition is three trips to memory
+# ------------------------------------
+#
+# We want :math:`\text{out}_i = x_i + y_i` for :math:`n` numbers in float32. Before writing anything, let us count
+# what the GPU has to do:
+#
+# - read :math:`x` and :math:`y` and write :math:`\text{out}`: three times 4 bytes per element
+# - add once per element
+#
+# A GPU of today has time for tens of additions while one number arrives from its memory. Ours asks for one addition
+# per 12 bytes, so the arithmetic units wait: the kernel is *memory-bound*. Its time cannot be less than
+#
+# .. math:: t = \frac{12 \, n \text{ bytes}}{\text{bandwidth of the memory}}
+#
+# and the bandwidth is what a plain copy of a large tensor reaches. That is the limit which this page measures
+# against. There is nothing clever to do about an addition; what we learn is how to say it.
+
+# %%
+# One program, one block
+# ----------------------
+#
+# A *kernel* is a function that runs on the GPU. In Triton it works on *blocks*: `tl.arange(0, 16)` is a block of 16
+# integers, `x_ptr + offsets` a block of 16 addresses, and `tl.load` fetches all of them at once. How a block spreads
+# over the threads of the hardware is the compiler's business. Here is the smallest kernel that adds two vectors.
+
+
+@triton.jit
+def add_16_kernel(x_ptr, y_ptr, out_ptr):
+    offsets = tl.arange(0, 16)
+    x = tl.load(x_ptr + offsets)
+    y = tl.load(y_ptr + offsets)
+    tl.store(out_ptr + offsets, x + y)
+
+
+x, y = torch.randn(2, 16, device=DEVICE)
+out = torch.empty_like(x)
+add_16_kernel[(1,)](x, y, out)
+torch.testing.assert_close(out, x + y)
+
+# %%
+# `add_16_kernel[(1,)](x, y, out)` launches one *program*, one run of the kernel. A tensor that we pass arrives as a
+# pointer to its first element, hence the names that end in `_ptr`; the kernel knows nothing of shapes. `out` was
+# allocated by us, because a kernel returns nothing and writes to memory.
+#
+# Two things keep this kernel from being useful. The length of a block is a power of two, and our vectors are not. And
+# one program runs on one of the GPU's many multiprocessors, while the others are idle.
+
+# %%
+# Many programs share the work
+# ----------------------------
+#
+# So we launch as many programs as there are blocks. They all run the same code, at the same time or one after
+# another, in any order; `tl.program_id(0)` tells each of them which one it is. This is the whole idea, written as a
+# Python loop:
+
+
+def add_in_blocks(x, y, block_size):
+    out = torch.empty_like(x)
+    n_programs = -(-len(x) // block_size)  # rounded up, so that the last elements have a program, too
+    for program_id in range(n_programs):
+        offsets = program_id * block_size + torch.arange(block_size, device=x.device)
+        offsets = offsets[offsets < len(x)]  # the last block reaches past the end
+        out[offsets] = x[offsets] + y[offsets]
+    return out
+
+
+x, y = torch.randn(2, 27, device=DEVICE)
+torch.testing.assert_close(add_in_blocks(x, y, block_size=8), x + y)
+
+# %%
+# On the GPU the loop disappears: the launch names the number of programs, its *grid*, and the hardware hands them to
+# the multiprocessors. To see who owns what, we let every program write its number to its elements and look at the
+# memory.
+
+
+@triton.jit
+def owner_kernel(owner_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    tl.store(owner_ptr + offsets, tl.program_id(0), mask=offsets < n_elements)
+
+
+owner = torch.full((32,), -1, dtype=torch.int32, device=DEVICE)
+owner_kernel[(4,)](owner, 27, BLOCK_SIZE=8)
+owner
+
+# %%
+# Four programs with blocks of 8 cover 27 elements and could touch 32. The *mask* `offsets < n_elements` switches five
+# lanes of the last program off: where we had put -1, it still stands.
+
+import matplotlib.pyplot as plt
+from matplotlib.colors import ListedColormap
+
+figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+okabe_ito = ListedColormap(["#FFFFFF", "#56B4E9", "#E69F00", "#CC79A7", "#A6D8C8"])
+axes.pcolormesh(owner.view(4, 8).cpu(), cmap=okabe_ito, vmin=-1, vmax=3, edgecolors="white", linewidth=2)
+for offset, program in enumerate(owner.tolist()):
+    label = str(offset) if program >= 0 else "masked"
+    axes.text(offset % 8 + 0.5, offset // 8 + 0.5, label, ha="center", va="center", color="black")
+axes.set_xticks([lane + 0.5 for lane in range(8)], range(8))
+axes.set_yticks([program + 0.5 for program in range(4)], range(4))
+axes.invert_yaxis()
+axes.set_xlabel("lane of the block")
+axes.set_ylabel("program id")
+axes.set_title("Which program wrote which of 27 elements, in blocks of 8")
+plt.show()
+
+# %%
+# The kernel that the library runs
+# --------------------------------
+#
+# With the program's number, a block size and a mask, the kernel is complete. What follows is not a simplified copy:
+# it is the source text of the kernel that `triton_gallery.add` runs.
+
+# quote: triton_gallery.vector_add._add_kernel
+
+# %%
+# Around it goes a *launcher*, which allocates the output, counts the programs and launches them.
+
+
+def my_add(x, y):
+    out = torch.empty_like(x)
+    n_elements = out.numel()
+    grid = (triton.cdiv(n_elements, 1024),)
+    _add_kernel[grid](x, y, out, n_elements, BLOCK_SIZE=1024)
+    return out
+
+
+# %%
+# What each line is for
+# ---------------------
+#
+# With :math:`B` for the block size, program :math:`i` owns the elements :math:`iB` to :math:`(i + 1)B - 1`.
+#
+# - `BLOCK_SIZE: tl.constexpr` is known when the kernel is compiled. It has to be: a block's shape decides how many
+#   registers a program needs. Another block size is another compilation, whereas `n_elements` may change from call to
+#   call.
+# - `tl.program_id(0)` is :math:`i`. It is a 32-bit number, and :math:`iB` can exceed what 32 bits hold, so we widen
+#   it *before* the product. A kernel without that cast works for years, until someone adds two tensors of 8 GiB.
+# - `offsets` is a block of :math:`B` integers, and `mask` a block of :math:`B` truth values. Only the last program
+#   has lanes that are switched off; a masked lane reads nothing and writes nothing.
+# - `tl.load` brings :math:`B` values into registers. Neighbouring lanes read neighbouring addresses, so the hardware
+#   joins them into few, wide transactions.
+# - `x + y` adds element by element, with the same meaning as in PyTorch.
+# - `triton.cdiv(n_elements, 1024)` divides and rounds up. The *grid* is a tuple because it may have up to three axes.
+#
+# Why 1024? Each program has 128 threads (4 *warps* of 32) unless we ask for another number, so a block of 1024 gives
+# each of them 8 elements, that is two loads of 16 bytes from each input. That is enough to keep the memory busy, and
+# few enough for the registers.
+
+# %%
+# It agrees with torch, to the last bit
+# -------------------------------------
+#
+# We check at a length that is no multiple of anything nice. The sum of two floats has one correctly rounded result,
+# so nothing less than equality will do.
+
+x, y = torch.randn(2, 98431, device=DEVICE)
+torch.testing.assert_close(my_add(x, y), x + y, rtol=0, atol=0)
+print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} elements")
+
+# %%
+# From a kernel to a function
+# ---------------------------
+#
+# Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, one device. `triton_gallery.add`
+# trusts nobody. It takes what `torch.add` takes, promotes dtypes, broadcasts, scales by `alpha`, has gradients, and
+# refuses the rest in words. When both tensors lie in memory in the same dense order it launches the kernel above;
+# otherwise a second one works out the address of each element from the strides.
+
+matrix = torch.randn(5, 7, device=DEVICE, requires_grad=True)
+row = torch.randn(7, device=DEVICE, dtype=torch.float16, requires_grad=True)
+out = tg.add(matrix, row, alpha=0.5)
+torch.testing.assert_close(out, torch.add(matrix, row, alpha=0.5))
+
+out.sum().backward()
+print("d out / d row =", row.grad.tolist())  # five rows, each with a factor of 0.5
+
+try:
+    tg.add(matrix, torch.randn(5, device=DEVICE))
+except ValueError as error:
+    print("ValueError:", error)
+
+# %%
+# How close to the limit?
+# -----------------------
+#
+# We measure from 16 KiB to 1 GiB per tensor, against torch's own addition and against what `torch.compile` makes of
+# it. The figure of merit is the useful bandwidth: 12 bytes per element, divided by the time. Between any two runs the
+# L2 cache is flushed, so that every byte has to come from memory. Without a GPU we show the record of the last
+# measured run.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["n_elements"],
+        x_vals=[2**i for i in range(12, 29, 2)],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="elements per tensor",
+        ylabel="GB/s",
+        plot_name="vector-add-fp32",
+        args={},
+    ),
+    title="Addition of two vectors, float32",
+    limit="copy",
+)
+def bench_add(n_elements, provider):
+    x, y = torch.randn(2, n_elements, device=DEVICE)
+    compiled = torch.compile(torch.add, dynamic=False)
+    add = {"triton_gallery": tg.add, "torch": torch.add, "torch.compile": compiled}[provider]
+    return tg.benchmark.gbps(3 * x.nbytes, tg.benchmark.measure(lambda: add(x, y)))
+
+
+report = bench_add.run()
+
+# %%
+
+report.plot()
+
+# %%
+
+report
+
+# %%
+# What the compiler made of it
+# ----------------------------
+#
+# We can ask for the machine code without having the GPU. The next line compiles what a call of `tg.add` would launch
+# for four GPUs: three generations of NVIDIA's and one of AMD's. A tensor on the `meta` device has a shape and no
+# data.
+
+x = torch.empty(2**20, device="meta")
+tg.codegen.inspect(tg.add, x, x)
+
+# %%
+# The widest load moves 128 bits, four float32 at a time. No load of an H200 is wider, and we did not ask for it: the
+# compiler saw that the addresses of a block follow each other, that the tensors start at a multiple of 16 bytes, and
+# that `n_elements` is a multiple of 16, so that the mask never cuts such a group in two. Nothing is spilled to
+# memory, and shared memory, where the threads of a program exchange data, is not needed: no element depends on
+# another.
+
+# %%
+# What we saw
+# -----------
+
+print(report.summary())
+
+# %%
+# Small vectors are bound by neither memory nor arithmetic: a launch takes its time whatever the kernel does, so the
+# rate grows in proportion to the size. From some megabytes on, all providers approach the rate of a copy. They must:
+# they move the same bytes. A kernel this plain cannot win by computing less, and later pages win by moving less:
+# softmax, next, keeps in registers what torch's separate operations write to memory and read again.
+
+# %%
+# Break it: forget the mask
+# -------------------------
+#
+# What does the mask protect? Here is the kernel without it, on a thousand elements. The three vectors are cut out of
+# longer buffers, as a tensor often is cut out of the memory that its framework manages.
+
+
+@triton.jit
+def unmasked_add_kernel(x_ptr, y_ptr, out_ptr, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) + tl.load(y_ptr + offsets))
+
+
+buffers = torch.zeros(3, 2048, device=DEVICE)
+x, y, out = buffers[:, :1000]
+x.normal_(), y.normal_()
+neighbours = buffers[2, 1000:]  # the memory right behind `out`; somebody else's, as far as this kernel is concerned
+neighbours.fill_(7)
+
+unmasked_add_kernel[(1,)](x, y, out, BLOCK_SIZE=1024)
+torch.testing.assert_close(out, x + y)
+print("the result is right")
+
+try:
+    torch.testing.assert_close(neighbours, torch.full_like(neighbours, 7))
+except AssertionError as error:
+    print("the neighbours are not:", *str(error).splitlines()[:4], sep="\n")
+
+# %%
+# The result is right, and 24 elements that belong to someone else are lost. Nothing was reported: not by the
+# compiler, not by the hardware, not by the check against torch. In a real program these 24 elements might be another
+# layer's weights, and the loss curve would tell, days later. So a test of a kernel needs a guard zone around the
+# output and a size that is not a multiple of the block, and it needs both.
+
+# %%
+# Exercises
+# ---------
+#
+# 1. Write a kernel for :math:`x \cdot y + z`. Count its bytes first: how much faster is it than `x * y` followed by
+#    `+ z`, when both are memory-bound? (Hint: the two steps move 24 bytes per element together.)
+# 2. Launch `_add_kernel` with `BLOCK_SIZE=1000`, read the error, and explain it to someone.
+# 3. `my_add(x[::2], y[::2])` returns something wrong. Say what it returns, then give the kernel a stride for each
+#    tensor and check it. (Hint: the address of element :math:`i` is the pointer plus :math:`i` times the stride.)
+
+# %%
+# References
+# ----------
+#
+# - `Triton: an intermediate language and compiler for tiled neural network computations
+#   <https://doi.org/10.1145/3315508.3329973>`_, Tillet, Kung and Cox, 2019: where blocks and programs come from.
+# - `Roofline: an insightful visual performance model <https://doi.org/10.1145/1498765.1498785>`_, Williams, Waterman
+#   and Patterson, 2009: why we count bytes before we measure.
+# - `The triton.language reference <https://triton-lang.org/main/python-api/triton.language.html>`_: every function
+#   that a kernel may call.
+
+# %%
+# Where this page ran
+# -------------------
+
+print(tg.benchmark.environment())
+
+# sphinx_gallery_thumbnail_number = 2
