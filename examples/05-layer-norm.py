@@ -1,0 +1,518 @@
+r"""
+Layer norm
+==========
+
+A program reads its rows once, normalizes them in registers, and in the backward pass adds up the gradients of weight
+and bias over all rows without a lock.
+
+**You will learn**
+
+- to keep a row in registers from its first load to its last store, and to take a variance that survives a large mean;
+- to derive a backward pass as a vector-Jacobian product, and to see which sums it needs;
+- to add across programs with partial sums in a fixed order, so that the gradients repeat bit for bit;
+- to write a persistent kernel, whose programs walk over many rows.
+"""
+
+# %%
+# Every step of its own is a trip to memory
+# -----------------------------------------
+# Layer norm takes each row of a matrix to mean 0 and variance 1, then scales and shifts every column:
+#
+# .. math:: y = \hat{x} \cdot w + b, \qquad \hat{x} = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}}
+#
+# where :math:`\mu` and :math:`\sigma^2` are the mean and the variance of the row, :math:`w` and :math:`b` hold one
+# weight and one bias for each of the :math:`N` columns, and :math:`\epsilon` keeps the root away from zero.
+#
+# An element costs about eight arithmetic operations. In float16 it also costs two bytes to read and two to write, and
+# in the time a modern GPU takes to move those four bytes it could do dozens of operations. So the arithmetic is nearly
+# free, and what we count is trips to memory.
+
+import torch
+import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+# %%
+# Here is the formula in torch, one operation at a time. Each line reads whole matrices from memory and writes whole
+# matrices back; the comments count them, in units of :math:`M \times N` elements.
+
+
+def layer_norm_unfused(x, w, b, eps=1e-5):
+    mean = x.mean(dim=1, keepdim=True)  # reads 1
+    centered = x - mean  # reads 1, writes 1
+    squares = centered * centered  # reads 1, writes 1
+    rstd = (squares.mean(dim=1, keepdim=True) + eps).rsqrt()  # reads 1
+    x_hat = centered * rstd  # reads 1, writes 1
+    scaled = x_hat * w  # reads 1, writes 1
+    return scaled + b  # reads 1, writes 1
+
+
+# %%
+# Twelve trips, where two are unavoidable: ``x`` must come in and ``y`` must go out.
+#
+# Two loops over the row save most of the trips
+# ---------------------------------------------
+# A kernel of our own may read an element and use it for everything at once. The first idea that comes to mind gives
+# one program to each row and walks over the row twice. The first loop collects the sum of the elements and the sum of
+# their squares, from which both statistics follow:
+#
+# .. math:: \mu = \tfrac{1}{N} \sum_j x_j, \qquad \sigma^2 = \tfrac{1}{N} \sum_j x_j^2 - \mu^2
+#
+# The second loop reads the row again and writes ``y``. That makes three trips.
+
+
+@triton.jit
+def _two_pass_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    w_ptr,  # (n_cols,)
+    b_ptr,  # (n_cols,)
+    y_ptr,  # (n_rows, n_cols)
+    n_cols,
+    eps,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Program i owns row i."""
+    row_start = tl.program_id(0).to(tl.int64) * n_cols
+    sums = tl.zeros((BLOCK_SIZE,), tl.float32)
+    squares = tl.zeros((BLOCK_SIZE,), tl.float32)
+    for start in range(0, n_cols, BLOCK_SIZE):
+        cols = start + tl.arange(0, BLOCK_SIZE)
+        x = tl.load(x_ptr + row_start + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        sums += x
+        squares += x * x
+    mean = tl.sum(sums, axis=0) / n_cols
+    rstd = 1 / tl.sqrt(tl.sum(squares, axis=0) / n_cols - mean * mean + eps)
+    for start in range(0, n_cols, BLOCK_SIZE):
+        cols = start + tl.arange(0, BLOCK_SIZE)
+        mask = cols < n_cols
+        x = tl.load(x_ptr + row_start + cols, mask=mask).to(tl.float32)
+        y = (x - mean) * rstd * tl.load(w_ptr + cols, mask=mask) + tl.load(b_ptr + cols, mask=mask)
+        tl.store(y_ptr + row_start + cols, y, mask=mask)
+
+
+def layer_norm_two_pass(x, w, b, eps=1e-5):
+    y = torch.empty_like(x)
+    _two_pass_kernel[(x.shape[0],)](x, w, b, y, x.shape[1], eps, BLOCK_SIZE=1024)
+    return y
+
+
+# %%
+# We check both versions on a shape that divides by nothing. Keep this kernel in mind: it passes here, and it has a
+# flaw that we come back to.
+
+M, N = (1151, 8190) if DEVICE.type != "cpu" else (115, 819)
+x = torch.randn(M, N, device=DEVICE)
+w, b = torch.randn(2, N, device=DEVICE)
+expected = torch.nn.functional.layer_norm(x, (N,), w, b)
+
+torch.testing.assert_close(layer_norm_unfused(x, w, b), expected, rtol=1e-4, atol=1e-4)
+torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, atol=1e-4)
+
+# %%
+# A row that stays in registers is read once
+# ------------------------------------------
+# The third trip exists because the first loop forgets the row. A program has registers for tens of thousands of
+# elements, more than most rows have. If we load the whole row at once, it is still there when the mean is known, still
+# there when the variance is known, and goes out normalized: two trips, and no loop.
+#
+# This is the kernel that the package ships, quoted from its source.
+
+# quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
+
+# %%
+# Line by line:
+#
+# - ``rows`` and ``cols`` span a tile of ``BLOCK_M`` rows and ``BLOCK_N`` columns. ``BLOCK_N`` is the next power of two
+#   above the row's length :math:`N`, so a tile always holds whole rows. A long row fills a tile alone; short rows
+#   share one, or most threads would have nothing to do.
+# - ``COMPUTE_DTYPE`` is the dtype of the statistics: float32, and float64 for float64 input. What is loaded is widened
+#   at once, and narrowed again only by the last store.
+# - ``mean`` is :math:`\mu`. Lanes beyond the row's end were loaded as 0, and 0 adds nothing to a sum.
+# - ``tl.where`` puts those lanes back to 0 after the subtraction. They would hold :math:`-\mu` otherwise, and their
+#   squares would count in the variance.
+# - ``var`` is :math:`\sigma^2`, the mean of squared distances from the mean. We can afford to wait for ``mean`` before
+#   we take squares, because the row is still in registers. This is the difference from the two loops above, and it
+#   costs no trip to memory.
+# - ``rstd`` is :math:`1 / \sqrt{\sigma^2 + \epsilon}`, one number for each row. It is stored together with ``mean``
+#   for the backward pass. ``eps`` is declared as float64 because Triton would otherwise hand a Python number over as
+#   float32.
+# - ``weight_ptr``, ``bias_ptr`` or ``mean_ptr`` may be ``None``. That is known while the kernel is compiled, so the
+#   branch costs nothing when it runs. Without a mean, the kernel computes RMS norm.
+#
+# Five lines launch it:
+
+
+def layer_norm_forward(x, w, b, eps=1e-5, BLOCK_M=1):
+    (M, N), y = x.shape, torch.empty_like(x)
+    mean, rstd = torch.empty(2, M, device=x.device)
+    grid, BLOCK_N = (triton.cdiv(M, BLOCK_M),), triton.next_power_of_2(N)
+    _layer_norm_fwd_kernel[grid](x, w, b, y, mean, rstd, M, N, x.stride(0), eps, BLOCK_M, BLOCK_N, num_warps=8)
+    return y, mean, rstd
+
+
+y, mean, rstd = layer_norm_forward(x, w, b)
+torch.testing.assert_close(y, expected)
+
+# %%
+# Two row sums turn the gradient around
+# -------------------------------------
+# Training hands us ``dy``, the gradient of the loss with respect to ``y``, and wants the gradients with respect to
+# ``x``, ``w`` and ``b``. We take the formula apart from its end.
+#
+# The last step is :math:`y_{ij} = \hat{x}_{ij} w_j + b_j`. Weight and bias belong to a column and serve every row, so
+# their gradients are sums over all rows:
+#
+# .. math:: db_j = \sum_i dy_{ij}, \qquad dw_j = \sum_i dy_{ij} \, \hat{x}_{ij}
+#
+# What goes on to :math:`\hat{x}` is :math:`g_{ij} = dy_{ij} \, w_j`. From here on rows do not meet, so we drop the
+# index of the row. An element :math:`x_k` acts on every :math:`\hat{x}_j` of its row in three ways: directly, through
+# the mean, and through :math:`r = 1 / \sqrt{\sigma^2 + \epsilon}`. The last two are
+#
+# .. math::
+#     \frac{\partial \mu}{\partial x_k} = \frac{1}{N}, \qquad
+#     \frac{\partial r}{\partial x_k} = -\frac{r^3}{2} \frac{\partial \sigma^2}{\partial x_k} = -\frac{r^2 \hat{x}_k}{N}
+#
+# Together they give the Jacobian of one row, :math:`N` numbers wide and :math:`N` high:
+#
+# .. math::
+#     \frac{\partial \hat{x}_j}{\partial x_k} =
+#     r \left( \delta_{jk} - \frac{1}{N} - \frac{\hat{x}_j \hat{x}_k}{N} \right)
+#
+# Nobody stores that matrix. The backward pass wants its product with the vector :math:`g`, and each of the three terms
+# multiplies out to something small:
+#
+# .. math::
+#     dx_k = \sum_j g_j \frac{\partial \hat{x}_j}{\partial x_k}
+#     = r \Big( g_k - \frac{1}{N} \sum_j g_j - \hat{x}_k \, \frac{1}{N} \sum_j g_j \hat{x}_j \Big)
+#
+# So ``dx`` needs two sums over the row, the mean of :math:`g` and the mean of :math:`g \hat{x}`, and then every
+# element is on its own again. There is a picture behind this. Adding a constant to a row does not change
+# :math:`\hat{x}`, and neither does stretching the row away from its mean (but for :math:`\epsilon`). The two
+# subtractions remove from :math:`g` the parts that point in these two directions, in which a change of ``x`` has no
+# effect.
+
+# %%
+# Partial rows take the place of a lock
+# -------------------------------------
+# The row sums are easy: a program holds its row. ``dw`` and ``db`` are the hard part, because every row adds to the
+# same :math:`N` numbers, and the rows are in different programs. Three ways out:
+#
+# - Atomic additions. They are made in whatever order the programs happen to run, floating-point addition depends on
+#   the order, and so two runs differ in their last bits.
+# - A lock around each group of rows. The programs queue up for it, and a forgotten barrier gives wrong sums that look
+#   right.
+# - Partial sums. A program adds up its own rows and writes the result as one row of a small matrix. When all are done,
+#   a second kernel adds the rows of that matrix, in an order that never changes.
+#
+# We take the third. For it to be cheap the partial rows must be few, so we do not start a program for each row. We
+# start as many as fit on the GPU at once and let each walk over every :math:`P`-th tile of rows. Such programs are
+# called persistent. Over the whole walk the sums for ``dw`` and ``db`` stay in float32 registers, and memory sees them
+# once.
+
+# quote: triton_gallery.layer_norm._layer_norm_bwd_kernel
+# quote: triton_gallery.layer_norm._layer_norm_bwd_dwdb_kernel
+
+# %%
+# Again line by line:
+#
+# - The grid has two axes. Axis 1 numbers the programs that share the rows; ``tl.num_programs(1)`` is :math:`P`. Axis 0
+#   cuts very long rows into column blocks, and has length 1 here.
+# - ``tl.range(..., num_stages=NUM_STAGES)`` lets the compiler start the loads of later tiles while an earlier one is
+#   being computed.
+# - ``x_hat`` is computed again from ``x`` and the saved ``mean`` and ``rstd``: a few operations instead of another
+#   matrix in memory.
+# - ``dy`` reads 0 in padded lanes. Each sum has ``dy`` as a factor, so padding cannot reach any of them, whatever
+#   ``x_hat`` holds there.
+# - ``g_mean`` and ``gx_mean`` are the two row sums, divided by :math:`N`. When a row is cut into column blocks, no
+#   program sees all of it. Then a small kernel computes both numbers beforehand, and ``row_means_ptr`` leads to them.
+# - ``dw`` and ``db`` are tiles like ``x``: within the loop each lane adds to its own number and waits for nobody. The
+#   rows of a tile meet once, after the loop.
+# - In the second kernel a program owns 16 columns, loads all partial rows of them as one tile and adds them up.
+#
+# The launcher takes the number of programs as an argument, so that we can play with it:
+
+
+def layer_norm_backward(dy, x, w, mean, rstd, n_programs, BLOCK_M=1):
+    (M, N), dx, dw, db = x.shape, torch.empty_like(x), torch.empty_like(w), torch.empty_like(w)
+    dw_partial, db_partial = torch.empty(2, n_programs, N, device=x.device)
+    _layer_norm_bwd_kernel[(1, n_programs)](
+        dy, x, w, mean, rstd, None, dx, dw_partial, db_partial, M, N, dy.stride(0), dy.stride(1), x.stride(0),
+        BLOCK_M, BLOCK_N=triton.next_power_of_2(N), NUM_STAGES=3, num_warps=16,
+    )  # fmt: skip
+    _layer_norm_bwd_dwdb_kernel[(triton.cdiv(N, 16),)](
+        dw_partial, db_partial, dw, db, n_programs, N, BLOCK_P=triton.next_power_of_2(n_programs), BLOCK_N=16
+    )
+    return dx, dw, db, db_partial
+
+
+# %%
+# Who owns which row? We let the kernel tell. If ``dy`` is the identity matrix, row :math:`i` adds its 1 to column
+# :math:`i` of ``db``. So the partial sums of ``db`` show, for each program, exactly the rows that it has seen.
+
+import matplotlib.pyplot as plt
+from matplotlib.colors import ListedColormap
+
+rows, programs = 24, 4
+tiny = torch.randn(rows, rows, device=DEVICE)
+ones = torch.ones(rows, device=DEVICE)
+_, tiny_mean, tiny_rstd = layer_norm_forward(tiny, ones, ones)
+dy = torch.eye(rows, device=DEVICE)
+*_, tiny_db, tiny_db_partial = layer_norm_backward(dy, tiny, ones, tiny_mean, tiny_rstd, programs, BLOCK_M=2)
+
+palette = ListedColormap(["white", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#555555"])
+owner = torch.arange(1, programs + 1, device=DEVICE)[:, None]
+fig, axes = plt.subplots(2, 1, figsize=(8, 3.6), sharex=True, layout="constrained", height_ratios=(programs, 1))
+fig.suptitle("Partial sums of db when dy is the identity: which program has seen which row")
+for ax, picture in zip(axes, (tiny_db_partial * owner, tiny_db[None] * (programs + 1)), strict=True):
+    ax.pcolormesh(picture.cpu(), cmap=palette, vmin=0, vmax=programs + 1, edgecolors="lightgrey", linewidth=0.5)
+axes[0].set(yticks=[i + 0.5 for i in range(programs)], yticklabels=range(programs), ylabel="program")
+axes[0].set(title="what the first kernel writes: one partial row for each program")
+axes[0].invert_yaxis()
+axes[1].set(title="what the second kernel makes of it: every row counted once", xlabel="row of x", yticks=[])
+axes[1].set(xticks=[i + 0.5 for i in range(0, rows, 2)], xticklabels=range(0, rows, 2))
+plt.show()
+
+assert torch.equal(tiny_db, ones)
+
+# %%
+# Each program took tiles of two rows, and every fourth tile: 0 and 1, 8 and 9, 16 and 17 for program 0. The sum below
+# is 1 everywhere, so no row was missed and none was counted twice.
+#
+# Now the gradients on the awkward shape, against torch's, and then once more with the same number of programs and with
+# another one:
+
+dy = torch.randn(M, N, device=DEVICE)
+leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+expected_grads = torch.autograd.grad(torch.nn.functional.layer_norm(leaves[0], (N,), *leaves[1:]), leaves, dy)
+
+grads = layer_norm_backward(dy, x, w, mean, rstd, n_programs=16)[:3]
+for grad, expected_grad in zip(grads, expected_grads, strict=True):
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
+
+again = layer_norm_backward(dy, x, w, mean, rstd, n_programs=16)[:3]
+others = layer_norm_backward(dy, x, w, mean, rstd, n_programs=5)[:3]
+print("16 programs, twice: dw repeats bit for bit:", torch.equal(grads[1], again[1]))
+print(" 5 programs:        dw has the same bits:  ", torch.equal(grads[1], others[1]))
+
+# %%
+# The order of the additions decides the last bits. It depends on the number of programs and on nothing that varies
+# from run to run.
+#
+# What do the partial rows cost? They are written and read once, ``dw`` and ``db``, four bytes per element. The passes
+# over ``x``, ``dy`` and ``dx`` move two bytes per element each in float16:
+
+n_rows, n_cols, n_programs = 4096, 4096, 2 * 132  # two programs on each multiprocessor of an H200
+extra, useful = 2 * 2 * n_programs * n_cols * 4, 3 * n_rows * n_cols * 2
+print(f"partial rows add {extra / useful:.0%} to the traffic of the backward pass")
+
+# %%
+# The more rows, the less it matters. With fewer rows the partial sums mostly stay in the L2 cache.
+#
+# The public function
+# -------------------
+# ``triton_gallery.layer_norm`` has the signature of ``torch.nn.functional.layer_norm``, any shape and stride, and
+# gradients, second ones included. It picks the tile from the length of the row.
+
+x3 = torch.randn(3, 5, 40, device=DEVICE, requires_grad=True)
+w3, b3 = (torch.randn(5, 40, device=DEVICE, requires_grad=True) for _ in range(2))
+y3 = tg.layer_norm(x3, (5, 40), w3, b3)
+(dx3,) = torch.autograd.grad(y3.square().sum(), x3)
+
+torch_y3 = torch.nn.functional.layer_norm(x3, (5, 40), w3, b3)
+torch.testing.assert_close(y3, torch_y3)
+torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3), rtol=1e-4, atol=1e-4)
+
+# %%
+# A row of a million elements does not fit into the registers of one program. Then the statistics have to be collected
+# on the way, as in the two loops above, but without their flaw. Every lane follows Welford's recurrence over the
+# elements that it meets, with :math:`m` the mean and :math:`S` the sum of squared distances so far:
+#
+# .. math:: m_k = m_{k-1} + \frac{x_k - m_{k-1}}{k}, \qquad S_k = S_{k-1} + (x_k - m_{k-1})(x_k - m_k)
+#
+# and at the end Chan's formula joins lanes of :math:`n_l` elements each:
+#
+# .. math:: \mu = \frac{1}{N} \sum_l n_l m_l, \qquad \sigma^2 = \frac{1}{N} \sum_l \big( S_l + n_l (m_l - \mu)^2 \big)
+#
+# The source has both in ``_layer_norm_fwd_long_kernel``. The backward pass cuts such rows into column blocks. Nothing
+# changes for the caller:
+
+x_long = torch.randn(2, 70_001, device=DEVICE) + 1000
+exact = torch.nn.functional.layer_norm(x_long.double(), (70_001,))
+torch.testing.assert_close(tg.layer_norm(x_long, 70_001).double(), exact, rtol=0, atol=1e-3)
+
+# %%
+# At the speed of a copy?
+# -----------------------
+# The forward pass must read and write :math:`M \times N` elements, the backward pass must read two such matrices and
+# write one. We divide these bytes by the time. Every provider gets the same random float16 inputs, and the L2 cache is
+# flushed before each call. The limit is a plain copy, which also reads and writes all it touches.
+
+import importlib.util
+
+PROVIDERS = ["triton_gallery", "torch", "torch.compile"]
+if importlib.util.find_spec("apex"):
+    PROVIDERS.append("apex")
+
+
+def provided(provider):
+    """The layer norm of one provider, as a function of x, w and b."""
+    if provider == "triton_gallery":
+        return lambda x, w, b: tg.layer_norm(x, w.shape, w, b)
+    if provider == "apex":
+        from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+        return lambda x, w, b: fused_layer_norm_affine(x, w, b, w.shape)
+
+    def in_torch(x, w, b):
+        return torch.nn.functional.layer_norm(x, w.shape, w, b)
+
+    return torch.compile(in_torch, dynamic=False) if provider == "torch.compile" else in_torch
+
+
+def sweep(plot_name):
+    return triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=list(range(1024, 15873, 512)),
+        line_arg="provider",
+        line_vals=PROVIDERS,
+        line_names=PROVIDERS,
+        ylabel="GB/s",
+        xlabel="row length N",
+        plot_name=plot_name,
+        args={"M": 4096},
+    )
+
+
+@tg.benchmark.perf_report(
+    sweep("layer-norm-fwd-fp16"), title="Layer norm, forward pass of 4096 rows, float16", limit="copy"
+)
+def bench_forward(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.float16)
+    w, b = torch.randn(2, N, device=DEVICE, dtype=torch.float16)
+    fn = provided(provider)
+    return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(lambda: fn(x, w, b)))
+
+
+forward_report = bench_forward.run()
+
+# %%
+
+forward_report.plot()
+
+# %%
+
+forward_report
+
+# %%
+# For the backward pass we run the forward pass once, keep its graph, and time ``torch.autograd.grad`` on it, for all
+# providers alike. No time goes into adding to an existing ``.grad``.
+
+# A compiled backward pass may overwrite what the forward pass saved; then the graph could be used only once.
+import torch._functorch.config
+
+torch._functorch.config.donated_buffer = False
+
+
+@tg.benchmark.perf_report(
+    sweep("layer-norm-bwd-fp16"), title="Layer norm, backward pass of 4096 rows, float16", limit="copy"
+)
+def bench_backward(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    w, b = (torch.randn(N, device=DEVICE, dtype=torch.float16, requires_grad=True) for _ in range(2))
+    y, dy = provided(provider)(x, w, b), torch.randn(M, N, device=DEVICE, dtype=torch.float16)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(y, (x, w, b), dy, retain_graph=True))
+    return tg.benchmark.gbps(3 * x.nbytes, times)
+
+
+backward_report = bench_backward.run()
+
+# %%
+
+backward_report.plot()
+
+# %%
+
+backward_report
+
+# %%
+# The registers are the budget
+# ----------------------------
+# The whole design rests on rows and sums that stay in registers, so we ask the compiler how many it used. A thread has
+# at most 255 of them. A spill would mean that something went to memory after all.
+
+x_meta = torch.empty(4096, 8192, dtype=torch.float16, device="meta")
+w_meta = torch.empty(8192, dtype=torch.float16, device="meta")
+tg.codegen.inspect(
+    tg.layer_norm, x_meta, 8192, w_meta, w_meta, backward=True, targets=("sm_80", "sm_90", "sm_100", "gfx942")
+)
+
+# %%
+# The forward kernel holds one tile. The backward kernel holds four, ``x``, ``dy`` and the sums for ``dw`` and ``db``,
+# and uses the registers to match. On NVIDIA's GPUs it has shared memory as well: that is where the loads of later
+# tiles wait, which the pipelined loop started ahead of time.
+#
+# Where the time goes
+# -------------------
+
+print(forward_report.summary())
+print(backward_report.summary())
+
+# %%
+# Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
+# work and waiting for the first load weigh more than the transfer, and for the backward pass there are two launches.
+# From there on the rate should rise with :math:`N`. The backward pass falls again behind :math:`N = 8192`. Four tiles
+# no longer fit into registers there, rows are cut into column blocks, and the row sums need a pass of their own over
+# ``x`` and ``dy``: five trips instead of three.
+#
+# A large mean breaks the short formula
+# -------------------------------------
+# Back to the kernel with two loops. Its variance is :math:`\tfrac{1}{N} \sum x^2 - \mu^2`, which is correct
+# mathematics. We give it the same data moved by 1000, which must not change the result:
+
+shifted = x + 1000
+exact = torch.nn.functional.layer_norm(shifted.double(), (N,), w.double(), b.double()).float()
+try:
+    torch.testing.assert_close(layer_norm_two_pass(shifted, w, b), exact, rtol=0, atol=1e-2)
+except AssertionError as error:
+    print("\n".join(str(error).splitlines()[:4]))
+else:
+    raise RuntimeError("the short formula survived a mean of 1000; this section needs a harder example")
+
+# %%
+# Both terms are close to a million, and neighbouring float32 numbers of that size are 1/16 apart. Their difference
+# should be 1, and every rounding on the way weighs a good part of it. For a larger mean the difference can be
+# negative, and its root NaN. A check on ``torch.randn`` alone never sees this. The shipped kernel subtracts first and
+# squares then:
+
+torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, atol=1e-2)
+
+# %%
+# Your turn
+# ---------
+# 1. Copy the forward kernel and replace the line with ``tl.where`` by ``x = x - mean[:, None]``. For which row lengths
+#    does the check still pass? *Hint: how many lanes are padded when N is 512, and how many when it is 513?*
+# 2. Pass ``None`` for the mean and the bias in both launchers, and compare with ``torch.nn.functional.rms_norm``.
+#    Which of the two directions in the picture of ``dx`` is gone, and why? *Hint: does adding a constant to a row
+#    still leave the result unchanged?*
+# 3. On a GPU, measure ``layer_norm_backward`` for 4096 rows of 4096 elements with 33, 132, 264 and 4096 programs.
+#    Explain both ends of the curve with the bytes of the partial rows and the number of multiprocessors.
+#
+# References
+# ----------
+# - J. L. Ba, J. R. Kiros and G. E. Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+# - B. Zhang and R. Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
+# - B. P. Welford, Note on a Method for Calculating Corrected Sums of Squares and Products, Technometrics 4(3), 1962,
+#   `doi:10.1080/00401706.1962.10490022 <https://doi.org/10.1080/00401706.1962.10490022>`_.
+# - T. F. Chan, G. H. Golub and R. J. LeVeque, Algorithms for Computing the Sample Variance: Analysis and
+#   Recommendations, The American Statistician 37(3), 1983,
+#   `doi:10.1080/00031305.1983.10483115 <https://doi.org/10.1080/00031305.1983.10483115>`_.
+
+# %%
+# Where this page ran
+# -------------------
+
+print(tg.benchmark.environment())
+
+# sphinx_gallery_thumbnail_number = 2
