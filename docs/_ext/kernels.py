@@ -53,12 +53,8 @@ class Kernels(SphinxDirective):
 
 
 def function_of(obj: object) -> Callable | None:
-    """The Python function inside a kernel, under autotuning and heuristics if need be; None for anything else."""
-    if not isinstance(obj, KernelInterface):
-        return None
-    while isinstance(obj, KernelInterface):
-        obj = obj.fn
-    return obj
+    """The Python function inside a kernel, compiled or interpreted; None for anything else."""
+    return obj.fn if isinstance(obj, KernelInterface) else None
 
 
 def _process_signature(app, what, name, obj, options, args, retann):

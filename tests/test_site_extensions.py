@@ -1,0 +1,409 @@
+"""The documentation's own extensions: docs/_ext."""
+
+import ast
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import gallery
+import inventories
+import measured
+import preflight
+import pytest
+from sphinx.testing.util import SphinxTestApp
+from sphinx.util.inventory import InventoryFile
+
+import triton_gallery
+
+EXAMPLES = sorted(gallery.EXAMPLES.glob("[0-9][0-9]-*.py"))
+
+MODULE = '''
+import functools
+
+LIMIT = 3
+
+if LIMIT:
+    CHOICES: list = [
+        1,
+        2,
+    ]
+
+
+# far away
+
+# Why it is so,
+# in two lines.
+@functools.cache
+@functools.wraps(
+    print
+)
+def first():
+    """Says one."""
+    return 1  # one
+
+
+class Outer:
+    # inside
+    def method(self):
+        def innermost():
+            return 2
+
+        return innermost
+'''
+
+
+@pytest.fixture
+def src(tmp_path: Path) -> Path:
+    package = tmp_path / "src" / "package"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("def public():\n    pass\n")
+    (package / "module.py").write_text(MODULE)
+    (package / "deep" / "other.py").write_text("def there():\n    pass\n")
+    return tmp_path / "src"
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    (folder / "GALLERY_HEADER.rst").write_text("Pages\n=====\n")
+    (folder / "01-one.py").write_text('"""One"""\n\n# quote: package.module.LIMIT\n')
+    (folder / "02-two.py").write_text('"""Two"""\n')
+    return folder
+
+
+def page(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "07-page.py"
+    path.write_text(text)
+    return path
+
+
+# --- quoting ----------------------------------------------------------------------------------------------------------
+
+
+def test_quote_takes_decorators_and_the_comments_directly_above(src):
+    assert gallery.source_of("package.module.first", src) == (
+        "# Why it is so,\n# in two lines.\n@functools.cache\n@functools.wraps(\n    print\n)\n"
+        'def first():\n    """Says one."""\n    return 1  # one'
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("package.public", "def public():\n    pass"),
+        ("package.deep.other.there", "def there():\n    pass"),
+        ("package.module.LIMIT", "LIMIT = 3"),
+        ("package.module.CHOICES", "CHOICES: list = [\n    1,\n    2,\n]"),
+        ("package.module.Outer.method.innermost", "def innermost():\n    return 2"),
+    ],
+)
+def test_quote_finds(src, name, text):
+    assert gallery.source_of(name, src) == text
+
+
+def test_quote_dedents_a_method_and_its_comment(src):
+    assert gallery.source_of("package.module.Outer.method", src).startswith("# inside\ndef method(self):\n    def ")
+
+
+def test_quotes_that_follow_each_other_are_two_blank_lines_apart(src, tmp_path):
+    text = "x = 1\n\n# quote: package.module.LIMIT\n# quote: package.public\n\ny = 2\n"
+    expected = "x = 1\n\nLIMIT = 3\n\n\ndef public():\n    pass\n\ny = 2\n"
+    assert gallery.generate(page(tmp_path, text), src) == expected
+
+
+def test_a_page_without_quotes_stays_as_it_is(src, tmp_path):
+    text = '"""Title"""\n\n# %%\n# We quote: nothing.\nprint("# quote: x")\n'
+    assert gallery.generate(page(tmp_path, text), src) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("package.module.second", "07-page.py:3: quote: package/module.py has no definition second"),
+        ("package.module.Outer.first", "07-page.py:3: quote: package/module.py has no definition Outer.first"),
+        ("nothing.module.first", "07-page.py:3: quote: no module in src/ holds 'nothing.module.first'"),
+        ("first", "07-page.py:3: quote: no module in src/ holds 'first'"),
+    ],
+)
+def test_a_quote_of_nothing_names_page_line_and_name(src, tmp_path, name, message):
+    with pytest.raises(gallery.PageError, match=f"^{message}$"):
+        gallery.generate(page(tmp_path, f"\n\n# quote: {name}\n"), src)
+
+
+def test_a_quote_right_below_prose_is_refused(src, tmp_path):
+    with pytest.raises(gallery.PageError, match=r"^07-page\.py:3: quote: leave a blank line"):
+        gallery.generate(page(tmp_path, "# %%\n# Prose.\n# quote: package.public\n"), src)
+
+
+# --- measured numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quote(monkeypatch):
+    def answer(reference):
+        if reference != "softmax-fp16: triton_gallery / torch at 4096":
+            raise ValueError(f"no such point: {reference}")
+        return "2.71×"
+
+    monkeypatch.setattr(triton_gallery.benchmark, "quote", answer)
+
+
+def test_measured_numbers_are_filled_in_across_a_line_break(quote, tmp_path):
+    text = "# It is :measured:`softmax-fp16: triton_gallery /\n#   torch at 4096` faster.\n"
+    assert gallery.generate(page(tmp_path, text)) == "# It is 2.71× faster.\n"
+    assert gallery.generate(page(tmp_path, text), keep_references=True) == text
+
+
+def test_an_unknown_measurement_names_page_line_and_reference(quote, tmp_path):
+    with pytest.raises(gallery.PageError, match=r"^07-page\.py:2: measured: 'x: torch at 1': no such point: x: torch"):
+        gallery.generate(page(tmp_path, "\n# :measured:`x: torch at 1`\n"))
+
+
+# --- all pages --------------------------------------------------------------------------------------------------------
+
+
+def test_write_all_writes_what_changed_and_removes_stale_pages(examples, src, tmp_path):
+    dest = tmp_path / "generated"
+    dest.mkdir()
+    (dest / "03-old.py").write_text("")
+    (dest / "kept.txt").write_text("")
+    gallery.write_all(dest, examples, src)
+    assert sorted(path.name for path in dest.iterdir()) == ["01-one.py", "02-two.py", "GALLERY_HEADER.rst", "kept.txt"]
+    assert (dest / "01-one.py").read_text() == '"""One"""\n\nLIMIT = 3\n'
+
+    for path in dest.iterdir():
+        os.utime(path, (1, 1))
+    (src / "package" / "module.py").write_text("LIMIT = 4\n")
+    gallery.write_all(dest, examples, src)
+    assert [path.name for path in dest.iterdir() if path.stat().st_mtime != 1] == ["01-one.py"]
+    assert (dest / "01-one.py").read_text() == '"""One"""\n\nLIMIT = 4\n'
+
+
+def test_fingerprint_follows_the_quoted_module_and_its_records(examples, src):
+    def prints():
+        return [gallery.fingerprint(examples / name, src) for name in ("01-one.py", "02-two.py")]
+
+    one, two = prints()
+    (src / "package" / "deep" / "other.py").write_text("")
+    assert prints() == [one, two]
+    (src / "package" / "module.py").write_text("LIMIT = 3  # still\n")
+    changed = prints()
+    assert changed[0] != one and changed[1] == two
+    (src / "package" / "records" / "gpu").mkdir(parents=True)
+    (src / "package" / "records" / "gpu" / "module-fp16.json").write_text("{}")
+    assert prints()[0] != changed[0]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_page_quotes_what_exists(path):
+    ast.parse(gallery.generate(path, keep_references=True))
+
+
+def test_command_line_prints_a_page(examples, src, monkeypatch, capsys):
+    monkeypatch.setattr(gallery, "SRC", src)
+    monkeypatch.setattr(sys, "argv", ["gallery.py", str(examples / "02-two.py")])
+    gallery.main()
+    assert capsys.readouterr().out == '"""Two"""\n'
+
+
+def test_command_line_says_in_one_line_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gallery.py", str(page(tmp_path, "# quote: triton_gallery.softmax.nope\n"))])
+    with pytest.raises(
+        SystemExit, match=r"^examples/07-page\.py:1: quote: triton_gallery/softmax\.py has no definition"
+    ):
+        gallery.main()
+
+
+# --- in a small site --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Build a site of one page and return the page's text and the warnings."""
+
+    def build(text: str, *extensions: str) -> tuple[str, str]:
+        site = tmp_path / "site"
+        site.mkdir(exist_ok=True)
+        (site / "conf.py").write_text(f"extensions = {list(extensions)}\nnitpicky = True\n")
+        (site / "index.rst").write_text("Page\n====\n\n" + text)
+        app = SphinxTestApp("text", srcdir=site, freshenv=True)
+        try:
+            app.build()
+            return app.env.get_doctree("index").astext(), app.warning.getvalue()
+        finally:
+            app.cleanup()
+
+    return build
+
+
+def test_run_shows_code_and_output_and_shares_a_namespace(build):
+    text, warnings = build(
+        ".. run::\n\n   x = 6\n\n.. run::\n   :hide-code:\n\n   print(f'x is {x * 7}')\n\n.. run::\n\n   y = 1\n", "run"
+    )
+    assert not warnings
+    assert "x = 6" in text and "x is 42" in text and "print" not in text and "y = 1" in text
+
+
+def test_run_executes_a_kernel_defined_in_the_page(build):
+    text, warnings = build(
+        """
+.. run::
+
+   import torch
+   import triton_gallery
+   import triton
+   import triton.language as tl
+
+   @triton.jit
+   def _double_kernel(x_ptr, out_ptr, BLOCK_SIZE: tl.constexpr):
+       offsets = tl.arange(0, BLOCK_SIZE)
+       tl.store(out_ptr + offsets, 2 * tl.load(x_ptr + offsets))
+
+   x = torch.arange(4.0, device=torch.accelerator.current_accelerator(check_available=True) or "cpu")
+   out = torch.empty_like(x)
+
+.. run::
+
+   _double_kernel[(1,)](x, out, BLOCK_SIZE=4)
+   print(out.tolist())
+""",
+        "run",
+    )
+    assert not warnings
+    assert "[0.0, 2.0, 4.0, 6.0]" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = 1\n   assert x == 2, 'no'", "index.rst:7: ERROR: run: AssertionError: no"),
+        ("x = 1\n   x = = 2", "index.rst:7: ERROR: run: SyntaxError"),
+    ],
+    ids=["assert", "syntax"],
+)
+def test_run_that_fails_names_page_and_line(build, code, message):
+    _, warnings = build(f".. run::\n\n   {code}\n", "run")
+    assert message in warnings
+
+
+def test_kernels_lists_signature_and_docstring_without_importing(build):
+    text, warnings = build(".. kernels:: triton_gallery.vector_add\n", "kernels")
+    assert "tl.constexpr" in warnings  # the site's conf.py ignores the types of kernel arguments
+    assert "triton_gallery.vector_add._add_kernel(x_ptr, " in text and "BLOCK_SIZE: tl.constexpr" in text
+    assert "Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE" in text
+
+
+def test_kernels_of_an_unknown_module_name_the_page(build):
+    _, warnings = build(".. kernels:: triton_gallery.nope\n", "kernels")
+    assert "index.rst:4: ERROR: kernels: no module triton_gallery.nope in src/" in warnings
+
+
+def test_autodoc_shows_a_kernel_like_the_kernels_directive(build, tmp_path, monkeypatch):
+    (tmp_path / "kernel_module.py").write_text(
+        '''
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _kernel(x_ptr, n, scale=2.0, BLOCK: tl.constexpr = 8):
+    """Program i owns x[i]: out = a * b | c.
+
+    A second paragraph.
+    """
+'''
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    text, warnings = build(".. autofunction:: kernel_module._kernel\n", "kernels")
+    assert "kernel_module._kernel(x_ptr, n, scale=2.0, BLOCK: tl.constexpr = 8)" in text
+    assert "out = a * b | c." in text and "A second paragraph." in text
+    assert warnings.count("WARNING") == warnings.count("tl.constexpr")
+
+
+def test_measured_role(build, quote):
+    text, warnings = build("It is :measured:`softmax-fp16: triton_gallery / torch at 4096` faster.\n", "measured")
+    assert not warnings and "It is 2.71× faster." in text
+    _, warnings = build("\nIt is :measured:`x: torch at 4` faster.\n", "measured")
+    assert "index.rst:5: ERROR: measured: 'x: torch at 4': no such point" in warnings
+
+
+def test_measured_table_says_when_nothing_is_measured(build, monkeypatch, tmp_path):
+    monkeypatch.setattr(measured, "RECORDS", tmp_path)
+    text, warnings = build(".. measured-table::\n\n   softmax-fp16 at 4096\n", "measured")
+    assert not warnings and measured.NONE_YET in text
+
+
+def test_measured_table_has_a_row_per_record_and_the_provenance(build, monkeypatch, tmp_path):
+    monkeypatch.setattr(measured, "RECORDS", tmp_path)
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "softmax-fp16.json").write_text("{}")
+    rows = [{"x": 4096, "provider": p, "median": m} for p, m in (("triton_gallery", 9), ("slow", 1), ("fast", 3))]
+    record = {"title": "Softmax of 4096 rows", "x": "N", "rows": rows, "limit": {"name": "copy", "value": 10}}
+    report = SimpleNamespace(record=record, provenance=lambda: "measured on a GPU", series=lambda name: {})
+    monkeypatch.setattr(triton_gallery.benchmark, "load", {"softmax-fp16": report}.__getitem__)
+    monkeypatch.setattr(triton_gallery.benchmark, "quote", lambda reference: f"<{reference.partition(': ')[2]}>")
+    text, warnings = build(".. measured-table::\n\n   softmax-fp16 at 4096\n", "measured")
+    assert not warnings
+    for piece in ("Softmax of 4096 rows", "N = 4096", "(fast)", "measured on a GPU"):
+        assert piece in text
+    _, warnings = build(".. measured-table::\n\n   softmax-fp16 at 4096\n   nope at 3\n", "measured")
+    assert "index.rst:7: ERROR: measured-table: nope at 3" in warnings
+
+
+# --- inventories ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(inventories.LISTS.glob("*.txt")), ids=lambda path: path.stem)
+def test_inventory_lists_objects_that_exist_and_reads_back(path, tmp_path):
+    url, objects = inventories.read(path.read_text())
+    assert url.startswith("https://") and url.endswith("/")
+    names = [name for name, _, _ in objects]
+    assert len(names) == len(set(names))
+    for name in names:
+        module = name if name in sys.modules else name.rpartition(".")[0] or "builtins"
+        assert module == name or hasattr(_import(module), name.rpartition(".")[2]), name
+    inventories.write(tmp_path / "x.inv", path.stem, objects)
+    loaded = InventoryFile.loads((tmp_path / "x.inv").read_bytes(), uri=url)
+    assert {name for kind in loaded.data.values() for name in kind} == set(names)
+
+
+def _import(name: str):
+    """The module or, where the name is a class in one, that class."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        module, _, attribute = name.rpartition(".")
+        return getattr(_import(module), attribute)
+
+
+# --- preflight --------------------------------------------------------------------------------------------------------
+
+
+def test_preflight_accepts_this_environment():
+    assert preflight.problem("packages") is None
+
+
+def test_preflight_names_an_old_python(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
+    assert preflight.problem("python").startswith(f"Python 3.11 or newer is needed, and {sys.executable} is 3.9;")
+
+
+@pytest.mark.parametrize(
+    ("versions", "pin", "message"),
+    [
+        ({"torch": "2.10.0+cu128"}, None, "torch 2.11 or newer is needed"),
+        ({"triton": "3.5.1"}, None, "triton 3.6 or newer is needed"),
+        ({"triton": "3.7.0"}, "triton==3.6.0; platform_system == 'Linux'", "torch 2.11.0 goes with triton 3.6.0"),
+    ],
+    ids=["old-torch", "old-triton", "wrong-pair"],
+)
+def test_preflight_names_a_wrong_torch_or_triton(monkeypatch, versions, pin, message):
+    from importlib import metadata
+
+    installed = {"torch": "2.11.0", "triton": "3.6.0", **versions}
+    monkeypatch.setattr(metadata, "version", lambda name: installed.get(name, "1.0"))
+    monkeypatch.setattr(metadata, "requires", lambda name: [pin] if pin else [])
+    assert preflight.problem("packages").startswith(message)
