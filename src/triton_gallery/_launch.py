@@ -1,8 +1,8 @@
 """What every launcher shares: argument checks, registration with torch, and the launch itself.
 
 One rule decides where a kernel runs: the device of its tensors. In interpreter mode CPU tensors are welcome; compiled
-kernels want a GPU; meta tensors are compiled and not run, which is how ``triton_gallery.codegen`` sees what a user's call
-would build.
+kernels want a GPU; meta tensors are compiled and not run, which is how ``triton_gallery.codegen`` sees what a user's
+call would build.
 """
 
 import functools
@@ -30,7 +30,8 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in dtypes:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{op}: {name} must have one of the dtypes {allowed}, got {str(x.dtype).removeprefix('torch.')}")
+        got = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must have one of the dtypes {allowed}, got {got}")
     if x.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}; call .to_dense() first")
     if x.device.type == "cpu" and not INTERPRET:
@@ -64,8 +65,8 @@ def operator(fake: Callable) -> Callable:
     Args:
         fake: takes the launcher's arguments and returns empty outputs of the right shape, dtype and strides.
 
-    ``torch.compile`` and other tracers see one opaque operator; an eager call goes straight to the launcher, because the
-    dispatcher would cost more host time than the launch. The launcher's annotations give the operator's schema.
+    ``torch.compile`` and other tracers see one opaque operator; an eager call goes straight to the launcher, because
+    the dispatcher would cost more host time than the launch. The launcher's annotations give the operator's schema.
     """
 
     def decorate(launcher: Callable) -> Callable:
@@ -104,6 +105,11 @@ def collapse(shape: Iterable[int], *strides: Iterable[int]) -> tuple[tuple[int, 
 # --- the launch -------------------------------------------------------------------------------------------------------
 
 
+# What `_fast_key` describes -> the compiled kernel and what its launcher wants before the arguments.
+_handles: dict[tuple, tuple] = {}
+_HOOKS = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
+
+
 def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
     """Run ``kernel[grid](*args, **meta)`` on the device of its first tensor argument.
 
@@ -112,7 +118,20 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
         grid: programs along each axis; none may be 0.
         args: the kernel's arguments in order; tensors and tensor descriptors among them.
         meta: constexprs by name, `num_warps`, `num_stages`.
+
+    A call like an earlier one skips most of what ``kernel[grid]`` does on the host: the compiled kernel is found by a
+    key that tells apart all that Triton specializes on, and is launched directly.
     """
+    key = _fast_key(kernel, args, meta)
+    handle = _handles.get(key) if key is not None else None
+    if handle is not None and not (_HOOKS[0].calls or _HOOKS[1].calls):
+        run, function, metadata, constants, device = handle
+        if torch._C._cuda_getDevice() == device:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            x, y, z = (*grid, 1, 1)[:3]
+            run(x, y, z, stream, function, metadata, None, None, None, *args, *constants)
+            return
+
     device = next(_tensor(arg).device for arg in args if _tensor(arg) is not None)
     if device.type == "meta":
         _compiled.append(kernel.warmup(*args, grid=grid, **meta))
@@ -120,14 +139,56 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
     with _current(device):
         if INTERPRET:
             _launch_interpreted(kernel, grid, args, meta)
+            return
+        compiled = kernel[grid](*args, **meta)
+        if key is not None:
+            constants = tuple(_constants(kernel, len(args), meta))
+            _handles[key] = (compiled.run, compiled.function, compiled.packed_metadata, constants, device.index)
+
+
+def _fast_key(kernel, args: tuple, meta: dict) -> tuple | None:
+    """All that decides which binary a launch on an NVIDIA GPU runs, or None where only Triton itself can tell."""
+    if INTERPRET or torch.version.hip is not None or not (type(args[0]) in _TENSORS and args[0].is_cuda):
+        return None
+    parts = [kernel.fn, args[0].get_device()]
+    for arg in args:
+        kind = type(arg)
+        if kind in _TENSORS:
+            parts.append(arg.dtype)
+            parts.append(arg.data_ptr() & 15 == 0)
+        elif kind is int:
+            parts.append(_int_kind(arg))
+        elif kind is tuple:
+            parts.append(tuple(_int_kind(item) if type(item) is int else type(item) for item in arg))
+        elif arg is None or kind is float or kind is bool:
+            parts.append(kind)
         else:
-            kernel[grid](*args, **meta)
+            return None
+    parts.extend(meta.items())
+    return tuple(parts)
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _int_kind(value: int) -> int:
+    """Triton compiles a kernel of its own for the number 1, for multiples of 16, and for what needs 64 bits."""
+    kind = 1 if value == 1 else 2 if value & 15 == 0 else 3
+    return kind if -(2**31) <= value < 2**31 else -kind
+
+
+def _constants(kernel, n_args: int, meta: dict) -> Iterator:
+    """The values of the parameters behind the first `n_args`, in the kernel's order."""
+    for parameter in list(kernel.signature.parameters.values())[n_args:]:
+        yield meta.get(parameter.name, parameter.default)
 
 
 def _tensor(arg: object) -> torch.Tensor | None:
+    """The tensor behind an argument: itself, the base of a tensor descriptor (tl's or Gluon's), or None."""
     if isinstance(arg, torch.Tensor):
         return arg
-    return arg.base if isinstance(arg, TensorDescriptor) else None
+    base = getattr(arg, "base", None)
+    return base if isinstance(base, torch.Tensor) else None
 
 
 def _current(device: torch.device):
@@ -145,7 +206,8 @@ def _launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) 
     def widen(x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.bfloat16:
             return x
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        steps = zip(x.shape, x.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in steps) if x.numel() else 0
         key = (x.data_ptr(), extent)
         if key not in widened:
             memory = x.detach().as_strided((extent,), (1,))
@@ -159,14 +221,15 @@ def _launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) 
 
     kernel[grid](*map(convert, args), **meta)
     for memory, wide in widened.values():
-        # Only what the kernel wrote goes back: writing an input, even the same values, would trip autograd's version check.
+        # Only what the kernel wrote goes back: writing an input, even with the same values, would trip autograd's
+        # version check.
         if not torch.equal(wide.view(torch.int32), memory.float().view(torch.int32)):
             memory.copy_(wide)
 
 
 @contextmanager
 def compile_only() -> Iterator[list]:
-    """Inside, calls on meta tensors compile their kernels for the active driver's target and append them to the list."""
+    """Inside, calls on meta tensors compile their kernels for the active driver's target and add them to the list."""
     global _compiled
     _compiled = []
     try:
@@ -189,12 +252,35 @@ def num_multiprocessors(device: torch.device) -> int:
     return 4 if device.type == "cpu" else 132
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether kernels that use what only sm_90 has can run on (or be compiled for) `device`."""
+def cuda_arch(device: torch.device) -> int:
+    """The number in sm_90 of the NVIDIA GPU that kernels run on (or are compiled for); 0 for everything else."""
     if device.type == "meta":
         target = triton.runtime.driver.active.get_current_target()
-        return target.backend == "cuda" and target.arch == 90
-    return device.type == "cuda" and torch.version.hip is None and _capability(device) == (9, 0)
+        return target.arch if target.backend == "cuda" else 0
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = _capability(device)
+    return 10 * major + minor
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels that use what only sm_90 has can run on (or be compiled for) `device`."""
+    return cuda_arch(device) == 90
+
+
+def is_amd(device: torch.device) -> bool:
+    """Whether kernels run on (or are compiled for) an AMD GPU."""
+    if device.type == "meta":
+        return triton.runtime.driver.active.get_current_target().backend == "hip"
+    return device.type == "cuda" and torch.version.hip is not None
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether `device` can convert from and to float8_e4m3fn."""
+    if device.type == "meta":
+        target = triton.runtime.driver.active.get_current_target()
+        return target.backend != "cuda" or target.arch >= 89
+    return device.type != "cuda" or torch.version.hip is not None or _capability(device) >= (8, 9)
 
 
 @functools.cache
