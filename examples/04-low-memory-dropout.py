@@ -1,0 +1,382 @@
+"""
+Low-memory dropout
+==================
+
+We drop elements at random and store no mask: the backward pass draws the same random numbers a second time.
+
+You will learn:
+
+- what a stored mask costs in bytes, in time and in memory that stays occupied
+- how a random generator without state works, and why it suits programs that run in any order
+- how to turn a probability into an exact comparison of integers
+- which test notices a mask that repeats
+"""
+
+# %%
+# The same start as on every page
+# -------------------------------
+
+import torch
+import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+# %%
+# A mask is a third passenger
+# ---------------------------
+#
+# Dropout sets each element to zero with probability :math:`p` and scales the others, so that the sum keeps its
+# expectation:
+#
+# .. math::
+#    \text{out}_i = \begin{cases} x_i / (1 - p) & u_i \ge p \\ 0 & u_i < p \end{cases}
+#    \qquad u_i \text{ uniform in } [0, 1)
+#
+# Its gradient is the same operation with the same :math:`u_i`: where :math:`x_i` was dropped, no gradient flows. The
+# usual way to remember which ones those are is a mask, one byte per element, written by the forward and read by the
+# backward pass. We count bytes for each element of :math:`s` bytes:
+#
+# - forward: read :math:`x`, write :math:`\text{out}` (:math:`2s`), and write the mask (1)
+# - backward: read the incoming gradient, write the outgoing one (:math:`2s`), and read the mask (1)
+#
+# Memory is what limits such an operation, as in the addition of page one, so bytes are time: in float16 the mask
+# makes 5 bytes of 4, a quarter more. It costs something else as well. Between the two passes it occupies memory, one
+# byte per element and layer, exactly when a training step needs all the memory it can get.
+
+for dtype in (torch.float32, torch.float16):
+    s = dtype.itemsize
+    print(f"{dtype}: {2 * s} bytes per element and pass without a mask, {2 * s + 1} with: {(2 * s + 1) / (2 * s):.3f}×")
+
+# %%
+# The stored mask, for comparison
+# -------------------------------
+#
+# As a kernel this is an addition with a select in place of the sum. The random numbers come from torch.
+
+
+@triton.jit
+def stored_mask_kernel(x_ptr, keep_ptr, out_ptr, n_elements, scale, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < n_elements
+    x = tl.load(x_ptr + offsets, mask=mask)
+    keep = tl.load(keep_ptr + offsets, mask=mask)
+    tl.store(out_ptr + offsets, tl.where(keep, x * scale, 0.0), mask=mask)
+
+
+def stored_mask_dropout(x, keep, p):
+    out = torch.empty_like(x)
+    n_elements = x.numel()
+    grid = (triton.cdiv(n_elements, 1024),)
+    stored_mask_kernel[grid](x, keep, out, n_elements, 1 / (1 - p), BLOCK_SIZE=1024)
+    return out
+
+
+x = torch.randn(10007, device=DEVICE)
+keep = torch.rand(10007, device=DEVICE) >= 0.3
+torch.testing.assert_close(stored_mask_dropout(x, keep, p=0.3), x * keep / (1 - 0.3))
+
+# %%
+# A random number that depends on where, not on when
+# --------------------------------------------------
+#
+# Could the backward pass draw the same numbers again? Not from a usual generator: it has a state, each draw changes
+# the state, and the tenth number exists only after the ninth. Programs that run in any order cannot share such a
+# thing.
+#
+# A *counter-based* generator has no state. It is a function: give it a key (the seed) and a counter (which number),
+# and it returns bits that look random. Philox is such a function, and a short one. It treats the counter as four
+# words of 32 bits and mixes them ten times. In each round two words are multiplied by a constant; a product has 64
+# bits, and its upper half, which depends on every bit of the factor, is mixed with the other words and the key. This
+# is all of it, in Python:
+
+
+def philox(key, counter, n_rounds=10):
+    c0, c1, c2, c3 = counter % 2**32, counter >> 32, 0, 0
+    k0, k1 = key % 2**32, key >> 32
+    for _ in range(n_rounds):
+        product_0, product_2 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1 = (product_2 >> 32) ^ c1 ^ k0, product_2 % 2**32
+        c2, c3 = (product_0 >> 32) ^ c3 ^ k1, product_0 % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+print([hex(word) for word in philox(key=0, counter=0)])
+assert philox(key=0, counter=0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)  # published with the generator
+
+# %%
+# One call gives four words, so four elements share a call: element :math:`i` takes word :math:`i \bmod 4` of counter
+# :math:`\lfloor i / 4 \rfloor`. The word depends on the seed and on :math:`i` and on nothing else: not on the block
+# size, not on the order of the programs, not on whether it is drawn forward or backward.
+
+# %%
+# The kernel that the library runs
+# --------------------------------
+#
+# Triton has Philox built in: `tl.randint4x(seed, counters)` returns the four words of a whole block of counters.
+
+# quote: triton_gallery.dropout._draw_block
+# quote: triton_gallery.dropout._dropout_kernel
+
+# %%
+# Its launcher turns the probability into a threshold, and puts the seed where the kernel can read it.
+
+
+def my_dropout(x, p, seed):
+    out = torch.empty_like(x)
+    n_elements = x.numel()
+    seed = torch.tensor(seed, device=x.device)
+    grid = (triton.cdiv(n_elements, 1024),)
+    _dropout_kernel[grid](x, seed, out, n_elements, round(p * 2**32), 1 / (1 - p), BLOCK_SIZE=1024)
+    return out
+
+
+# %%
+# What the hard lines are for
+# ---------------------------
+#
+# - `tl.join(tl.join(a, c), tl.join(b, d))` interleaves the four words. Joining puts two blocks side by side in a new
+#   last dimension; read row by row, the result is :math:`a_0, b_0, c_0, d_0, a_1, \dots`, one word for each element
+#   in the order of the elements.
+# - `threshold` is :math:`p \cdot 2^{32}`, rounded to an integer. A draw is one of :math:`2^{32}` integers, all
+#   equally likely, and `threshold` of them are below it. So :math:`P(\text{draw} < \text{threshold})` is :math:`p` to
+#   the last of 32 bits, and the kernel rounds nothing. The comparison is unsigned, hence `tl.uint32`: as a signed
+#   number, a draw of :math:`2^{31}` or more would be negative.
+# - `tl.where(keep, ..., 0.0)` selects. Multiplying by 0 or 1 instead would turn a dropped infinity into NaN.
+# - `seed_ptr` points at one number in the GPU's memory. The seed may so be the result of an earlier kernel: the CPU
+#   need not know it, and never waits. Were it a `tl.constexpr`, each new seed would compile a new kernel.
+# - `block_start` is a 64-bit number, and `tl.randint4x` spreads it over two words of the counter. With 32 bits the
+#   mask would start again after :math:`2^{34}` elements.
+# - `scale: tl.float64` fixes the argument's type. A Python float would arrive as float32, too coarse for float64
+#   tensors.
+
+# %%
+# The mask is what Philox says
+# ----------------------------
+#
+# We compare with the Python version above, element by element, at a length that fills neither the last block nor the
+# last group of four. The baseline kernel, given that mask, computes the same values.
+
+p, seed = 0.3, 2**40 + 7
+words = [word for counter in range(triton.cdiv(10007, 4)) for word in philox(seed, counter)]
+keep = torch.tensor(words[:10007], device=DEVICE) >= round(p * 2**32)
+
+out = my_dropout(x, p, seed)
+torch.testing.assert_close(out, torch.where(keep, x / (1 - p), 0.0))
+torch.testing.assert_close(out, stored_mask_dropout(x, keep, p))
+print(f"kept {keep.double().mean().item():.4f} of the elements, expected {1 - p:.4f}")
+
+# %%
+# Two seeds, two masks
+# --------------------
+#
+# Here is what the kernel keeps of a 48 × 48 matrix under two seeds, and how the kept fraction of a long vector
+# settles. Chance allows it to stray by :math:`\sqrt{p (1 - p) / n}`, its standard deviation; the grey band is four of
+# those wide on each side.
+
+import matplotlib.pyplot as plt
+
+figure, axes = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained", width_ratios=[1, 1, 1.4])
+figure.suptitle("Which elements dropout with p = 0.5 keeps under two seeds, and the fraction it keeps")
+n = torch.arange(1, 2**14 + 1)
+for seed, color, plot in zip((1, 2), ("#0072B2", "#D55E00"), axes, strict=False):
+    mask = my_dropout(torch.ones(48, 48, device=DEVICE), 0.5, seed) > 0
+    plot.imshow(mask.cpu(), cmap="gray_r", interpolation="nearest")
+    plot.set(title=f"seed {seed}: kept in black", xlabel="column", ylabel="row")
+    kept = my_dropout(torch.ones(len(n), device=DEVICE), 0.5, seed).cpu() > 0
+    axes[2].plot(n, kept.cumsum(0) / n, color=color, label=f"seed {seed}")
+band = 4 * (0.25 / n).sqrt()
+axes[2].fill_between(n, 0.5 - band, 0.5 + band, color="#999999", alpha=0.4, label="4 standard deviations")
+axes[2].set(title="fraction kept so far", xlabel="elements", ylabel="fraction", xscale="log", ylim=(0, 1))
+axes[2].legend(loc="lower right")
+plt.show()
+
+# %%
+# What autograd has to remember
+# -----------------------------
+#
+# `triton_gallery.dropout` adds what a library needs: any strides (the mask follows the element's index, not its place
+# in memory), `training`, a seed from torch's generator when we give none, and gradients. Its backward pass is one
+# line: dropout of the incoming gradient, with the same seed. We ask autograd what it keeps for that.
+
+saved = []
+with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    x = torch.randn(100, 90, device=DEVICE, requires_grad=True).T
+    out = tg.dropout(x, p=0.5)
+    print("triton_gallery keeps", sum(t.nbytes for t in saved), "bytes for the backward pass")
+    saved.clear()
+    torch.nn.functional.dropout(x, p=0.5)
+    print("torch keeps         ", sum(t.nbytes for t in saved), "bytes")
+
+(dx,) = torch.autograd.grad(out.sum(), x)
+assert torch.equal(dx != 0, out != 0)  # drawn twice, equal both times
+torch.manual_seed(1)
+first, second = tg.dropout(x), tg.dropout(x)
+torch.manual_seed(1)
+assert torch.equal(first, tg.dropout(x)) and not torch.equal(first, second)
+
+# %%
+# Is drawing as fast as reading?
+# ------------------------------
+#
+# We replaced one byte by arithmetic: ten rounds for every four elements. Whether that is a good bargain is a question
+# for a measurement. We count :math:`2s` bytes per element, what dropout cannot do without, for everyone; a provider
+# that moves a mask besides shows a lower rate. No gradient is asked for, so `torch.compile` is free to leave its mask
+# out. torch's own kernel writes one always.
+
+
+def sweep(dtype, name):
+    @tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["n_elements"],
+            x_vals=[2**i for i in range(16, 29, 2)],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", "torch", "torch.compile"],
+            line_names=["triton_gallery", "torch", "torch.compile"],
+            xlabel="elements",
+            ylabel="GB/s",
+            plot_name=f"dropout-{name}",
+            args={"dtype": dtype},
+        ),
+        title=f"Dropout with p = 0.5, forward, {str(dtype).removeprefix('torch.')}",
+        limit="copy",
+    )
+    def bench_dropout(n_elements, dtype, provider):
+        x = torch.randn(n_elements, device=DEVICE, dtype=dtype)
+        torch_dropout = torch.nn.functional.dropout
+        compiled = torch.compile(torch_dropout, dynamic=False)
+        dropout = {"triton_gallery": tg.dropout, "torch": torch_dropout, "torch.compile": compiled}[provider]
+        return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(lambda: dropout(x, 0.5)))
+
+    return bench_dropout.run()
+
+
+report_fp32 = sweep(torch.float32, "fp32")
+report_fp16 = sweep(torch.float16, "fp16")
+
+# %%
+
+report_fp32.plot()
+
+# %%
+
+report_fp32
+
+# %%
+
+report_fp16.plot()
+
+# %%
+
+report_fp16
+
+# %%
+# What the compiler made of it
+# ----------------------------
+
+tg.codegen.inspect(tg.dropout, torch.empty(2**20, dtype=torch.float16, device="meta"), seed=1)
+
+# %%
+# Loads are wide although each thread makes its random numbers by itself, and no shared memory is used: nothing has to
+# move between threads. That is the interleaving at work.
+
+# %%
+# What we saw
+# -----------
+
+print(report_fp32.summary())
+print(report_fp16.summary())
+
+# %%
+# In float32 a mask is one byte in nine, in float16 one in five, so storing none pays more the narrower the type is.
+# The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32, and drawing one
+# number per call instead of four would make this kernel compute-bound. Small tensors show neither: there we pay for a
+# second launch, the one that draws the seed from torch's generator.
+
+# %%
+# Break it: count within the block
+# --------------------------------
+#
+# The most natural mistake is to number the elements from the start of the *block*. It looks right: each block has a
+# well-mixed mask, a picture of one block shows nothing, and the kept fraction is what it should be.
+
+
+@triton.jit
+def repeating_kernel(x_ptr, out_ptr, n_elements, seed, threshold, scale, BLOCK_SIZE: tl.constexpr):
+    lanes = tl.arange(0, BLOCK_SIZE)
+    offsets = tl.program_id(0) * BLOCK_SIZE + lanes
+    mask = offsets < n_elements
+    keep = tl.randint(seed, lanes).to(tl.uint32, bitcast=True) >= threshold  # should be offsets
+    tl.store(out_ptr + offsets, tl.where(keep, tl.load(x_ptr + offsets, mask=mask) * scale, 0.0), mask=mask)
+
+
+def repeating_dropout(x, p, seed):
+    out = torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), 1024),)
+    repeating_kernel[grid](x, out, x.numel(), seed, round(p * 2**32), 1 / (1 - p), BLOCK_SIZE=1024)
+    return out
+
+
+# %%
+# The first of the following checks is the one that everybody writes. The second compares each element with the one
+# 1024 places later. Two independent masks of :math:`n` elements have a correlation of about :math:`\pm 1 / \sqrt{n}`.
+
+
+def check_fraction(dropout, n=2**14, p=0.5):
+    kept = (dropout(torch.ones(n, device=DEVICE), p, seed=0) > 0).double().mean().item()
+    assert abs(kept - (1 - p)) < 4 * (p * (1 - p) / n) ** 0.5, f"kept {kept:.4f}, expected {1 - p:.4f}"
+
+
+def check_distance(dropout, distance, n=2**14, p=0.5):
+    kept = (dropout(torch.ones(n, device=DEVICE), p, seed=0) > 0).double()
+    correlation = torch.corrcoef(torch.stack([kept[:-distance], kept[distance:]]))[0, 1].item()
+    limit = 4 / (n - distance) ** 0.5
+    assert abs(correlation) < limit, f"correlation {correlation:.4f} at distance {distance}, limit {limit:.4f}"
+
+
+for dropout in (my_dropout, repeating_dropout):
+    check_fraction(dropout)
+    try:
+        check_distance(dropout, 1024)
+        print(f"{dropout.__name__}: passed")
+    except AssertionError as error:
+        print(f"{dropout.__name__}: AssertionError: {error}")
+
+# %%
+# A network trained with the repeating mask would lose the same features in every row of 1024, and learn a little
+# worse, for no visible reason. Random numbers need statistical tests, and the distances to test are those that the
+# code knows: the group of four, the warp, the block.
+
+# %%
+# Exercises
+# ---------
+#
+# 1. Drop whole rows of a matrix, as some networks drop whole channels. What is the index that the draw belongs to,
+#    and how many Philox calls does a row need? (Hint: one draw per row; every element of the row compares with the
+#    same word.)
+# 2. Give each matrix of a batch its own seed, from a tensor of seeds, in one launch. (Hint: `tl.load(seed_ptr +
+#    batch)`, and the counter starts from zero in each matrix.)
+# 3. Split each word into two draws of 16 bits, which halves the arithmetic. With which values of :math:`p` is the
+#    result still exact, and which test would tell you that it is not?
+
+# %%
+# References
+# ----------
+#
+# - `Dropout: a simple way to prevent neural networks from overfitting
+#   <https://jmlr.org/papers/v15/srivastava14a.html>`_, Srivastava et al., 2014.
+# - `Parallel random numbers: as easy as 1, 2, 3 <https://doi.org/10.1145/2063384.2063405>`_, Salmon et al., 2011:
+#   Philox, and why counters are enough.
+# - `Random numbers in triton.language
+#   <https://triton-lang.org/main/python-api/triton.language.html#random-number-generation>`_.
+
+# %%
+# Where this page ran
+# -------------------
+
+print(tg.benchmark.environment())
+
+# sphinx_gallery_thumbnail_number = 3
