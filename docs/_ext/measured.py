@@ -13,7 +13,7 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 RECORDS = SRC / "triton_gallery" / "records"
 NONE_YET = "No measurements are committed yet."
 
-_COLUMNS = ("Measured", "at", "triton_gallery", "best peer", "ratio", "lowest ratio in the sweep", "share of the limit")
+_COLUMNS = ("Measured", "at", "triton_gallery", "best peer", "ratio", "lowest ratio", "share of the limit")
 
 
 def _note_records(env, name: str) -> None:
@@ -70,7 +70,7 @@ def _row(name: str, x: str) -> tuple[tuple[str, ...], str]:
     has_limit = report.record["limit"] is not None
     cells = (
         report.record["title"],
-        f"{report.record['x']} = {x}",
+        f"{report.record['x']} = {int(x):,}",
         ours,
         f"{at('peers')} ({_best_peer(report, x)})",
         at("triton_gallery / peers"),
