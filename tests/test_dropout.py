@@ -134,7 +134,8 @@ def test_dropout_mask_does_not_depend_on_the_block_size(kernel, block_size, devi
     if kernel == "flat":
         launch(_dropout_kernel, grid, x, seed, out, n, 2**31, 2.0, BLOCK_SIZE=block_size)
     else:
-        launch(_dropout_strided_kernel, grid, x, seed, out, n, (n,), (1,), (1,), 2**31, 2.0, BLOCK_SIZE=block_size)
+        args = x, seed, out, n, (n,), (1,), (1,), 2**31, 2.0
+        launch(_dropout_strided_kernel, grid, *args, INDEX_DTYPE=tl.int32, BLOCK_SIZE=block_size)
     assert torch.equal(out, tg.dropout(x, 0.5, seed=11))
 
 

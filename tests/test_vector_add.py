@@ -101,7 +101,7 @@ def test_add_strided_kernel_at_any_block_size(block_size):
     alpha = torch.tensor(2.0, device=DEVICE, dtype=torch.float64)
     launch(
         _add_strided_kernel, (triton.cdiv(35, block_size),), x, y, alpha, memory[1], 35, (7, 5), (1, 7), (0, 1),
-        COMPUTE_DTYPE=tl.float32, BLOCK_SIZE=block_size,
+        COMPUTE_DTYPE=tl.float32, INDEX_DTYPE=tl.int32, BLOCK_SIZE=block_size,
     )  # fmt: skip
     assert torch.equal(memory[1].view(5, 7), x + 2 * y)
     assert (memory[0] == 7).all() and (memory[2] == 7).all()

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import triton
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -100,6 +101,11 @@ def collapse(shape: Iterable[int], *strides: Iterable[int]) -> tuple[tuple[int, 
                 m.append(step)
     # One element has no dimension left; a kernel's tuple of sizes needs one.
     return tuple(sizes or [1]), [tuple(m or [1]) for m in merged]
+
+
+def index_dtype(n_elements: int) -> tl.dtype:
+    """The narrowest dtype that counts n_elements."""
+    return tl.int32 if n_elements < 2**31 else tl.int64
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------

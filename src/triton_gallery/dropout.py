@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import check_same_device, check_tensor, collapse, launch, operator
+from ._launch import check_same_device, check_tensor, collapse, index_dtype, launch, operator
 
 _SEED_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _BLOCK_SIZE = 1024
@@ -63,6 +63,7 @@ def _dropout_strided_kernel(
     index_strides,  # of the row-major index that names an element's draw
     threshold: tl.uint32,  # p * 2**32
     scale: tl.float64,  # 1 / (1 - p)
+    INDEX_DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE of out's memory: dropout for any strides of x."""
@@ -71,8 +72,8 @@ def _dropout_strided_kernel(
     mask = offsets < n_elements
     x_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
     indices = tl.zeros((BLOCK_SIZE,), tl.int64)
-    # Division is the costly part, and several times cheaper in the 32 bits that n_elements mostly fits in.
-    rest = offsets.to(n_elements.dtype)
+    # Division is the costly part, and several times cheaper in 32 bits where they suffice.
+    rest = offsets.to(INDEX_DTYPE)
     for d in tl.static_range(len(shape)):
         coordinate = (rest % shape[d]).to(tl.int64)
         rest = rest // shape[d]
@@ -110,7 +111,7 @@ def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     )
     launch(
         _dropout_strided_kernel, grid, x, seed, out, n_elements, shape, x_strides, index_strides, threshold, scale,
-        BLOCK_SIZE=_BLOCK_SIZE,
+        INDEX_DTYPE=index_dtype(n_elements), BLOCK_SIZE=_BLOCK_SIZE,
     )  # fmt: skip
     return out
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import FLOATS, check_same_device, check_tensor, collapse, launch, operator
+from ._launch import FLOATS, check_same_device, check_tensor, collapse, index_dtype, launch, operator
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _BLOCK_SIZE = 1024
@@ -40,16 +40,17 @@ def _add_strided_kernel(
     x_strides,
     y_strides,
     COMPUTE_DTYPE: tl.constexpr,
+    INDEX_DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE of out's memory: out = x + alpha * y."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offsets < n_elements
     # Peel one index after another off the flat offset; a broadcast dimension has stride 0. Division is the costly part,
-    # and several times cheaper in the 32 bits that n_elements mostly fits in.
+    # and several times cheaper in 32 bits where they suffice.
     x_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
     y_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
-    rest = offsets.to(tl.to_tensor(n_elements).dtype)
+    rest = offsets.to(INDEX_DTYPE)
     for d in tl.static_range(len(shape)):
         index = (rest % shape[d]).to(tl.int64)
         rest = rest // shape[d]
@@ -99,7 +100,7 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     alpha = torch.full((), alpha, dtype=torch.float64 if out.is_floating_point() else torch.int64, device=out.device)
     launch(
         _add_strided_kernel, grid, x, y, alpha, out, n_elements, shape, x_strides, y_strides,
-        COMPUTE_DTYPE=_compute_dtype(out.dtype), BLOCK_SIZE=_BLOCK_SIZE,
+        COMPUTE_DTYPE=_compute_dtype(out.dtype), INDEX_DTYPE=index_dtype(n_elements), BLOCK_SIZE=_BLOCK_SIZE,
     )  # fmt: skip
     return out
 
