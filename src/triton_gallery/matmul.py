@@ -1,0 +1,383 @@
+"""Matrix multiplication: tiles, the order they are computed in, and an epilogue that costs no trip to memory."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ._launch import (
+    FLOATS,
+    check_same_device,
+    check_tensor,
+    collapse,
+    cuda_arch,
+    is_amd,
+    is_hopper,
+    launch,
+    num_multiprocessors,
+    operator,
+)
+
+_aten = torch.ops.aten
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@triton.jit
+def _grouped_tile(i, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of the i-th output tile: down GROUP_M rows of tiles, then one column to the right, and so on."""
+    group = i // (GROUP_M * tiles_n)
+    first_m = group * GROUP_M
+    # The last group may have fewer rows of tiles. Without this minimum some tiles are computed twice and others never.
+    rows = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = i % (GROUP_M * tiles_n)
+    return first_m + within % rows, within // rows
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """The activation named by ACTIVATION, elementwise; NaN stays NaN, as in torch."""
+    if ACTIVATION == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "leaky_relu":
+        x = tl.where(x < 0, 0.01 * x, x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(0.7071067811865476 * x))
+    elif ACTIVATION == "silu":
+        x = x / (1 + tl.exp(-x))
+    return x
+
+
+@triton.jit(do_not_specialize=["M"])
+def _matmul_kernel(
+    a_ptr,  # (*batch_shape, M, K), any strides
+    b_ptr,  # (*batch_shape, K, N), any strides
+    bias_ptr,  # (N,) or None
+    out_ptr,  # (*batch_shape, M, N), contiguous
+    pre_ptr,  # like out, for the values before the activation, or None
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_bias,
+    batch_shape,  # sizes of the batch dimensions, innermost first
+    a_batch_strides,
+    b_batch_strides,
+    ALIGN_M: tl.constexpr,  # M is a multiple of this
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    ACTIVATION: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    MAX_NUM_IMPRECISE_ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Program i owns one BLOCK_M × BLOCK_N tile of one matrix of the batch: out = activation(a @ b + bias)."""
+    ACC_DTYPE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile_m, tile_n = _grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
+
+    # Peel one index after another off the batch's number; a broadcast dimension has stride 0.
+    rest = batch
+    for d in tl.static_range(len(batch_shape)):
+        a_ptr += rest % batch_shape[d] * a_batch_strides[d]
+        b_ptr += rest % batch_shape[d] * b_batch_strides[d]
+        rest = rest // batch_shape[d]
+
+    # Rows past M and columns past N wrap round to ones that exist: what they yield is not stored, and the loop below
+    # needs no mask for them. int64 before the product: a matrix may hold more than 2**31 elements.
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
+    a_rows = tl.max_contiguous(tl.multiple_of(rows % M, ALIGN_M), ALIGN_M).to(tl.int64)
+    a_ptrs = a_ptr + a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak
+    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + (cols % N).to(tl.int64)[None, :] * stride_bn
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC_DTYPE)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
+        else:
+            # 0 adds nothing to the sum over k.
+            a = tl.load(a_ptrs, mask=offs_k[None, :] < K - k, other=0.0)
+            b = tl.load(b_ptrs, mask=offs_k[:, None] < K - k, other=0.0)
+        acc = tl.dot(a, b, acc, INPUT_PRECISION, max_num_imprecise_acc=MAX_NUM_IMPRECISE_ACC, out_dtype=ACC_DTYPE)
+        a_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_ak
+        b_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_bk
+
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols.to(tl.int64) * stride_bias, mask=cols < N, other=0.0)
+        acc += bias.to(ACC_DTYPE)[None, :]
+    out_offsets = (batch * M + rows)[:, None] * N + cols[None, :]
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    if pre_ptr is not None:
+        tl.store(pre_ptr + out_offsets, acc.to(pre_ptr.dtype.element_ty), mask=mask)
+    out = _activate(acc, ACTIVATION)
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: torch.device) -> dict[str, int]:
+    """Block sizes, warps and stages of the pointer kernel: few choices, so that many shapes mean few compilations.
+
+    `wide` says that loads of 16 bytes are possible, in which one address serves several elements.
+    """
+    if wide:
+        # 64 bytes of K in each row of a tile; Hopper's matrix unit wants twice that. The tiles in flight then fit into
+        # 64 KiB, the least shared memory there is among the GPUs that Triton knows.
+        row_bytes = 128 if is_hopper(device) and itemsize <= 2 else 64
+        block_k = max(16, row_bytes // itemsize)
+    else:
+        # Every element has an address of its own in registers, and there must be room for them.
+        block_k = 16 if itemsize == 8 else 32
+    if min(M, N) <= 16:
+        # One matrix is thin, and reading the other one is the whole cost: small tiles make many programs to read it.
+        block_m, block_n = (16, 64) if M <= N else (64, 16)
+        return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=4)
+    block_m, block_n = (128, 128) if wide else (64, 128)
+    n_tiles = n_matrices * triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    if itemsize == 8 or n_tiles < num_multiprocessors(device):
+        # Smaller tiles where large ones leave multiprocessors without work, and for float64, which fills the registers.
+        num_warps = 4 if itemsize <= 2 else 8
+        return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=block_k, GROUP_M=8, num_warps=num_warps, num_stages=3)
+    return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=8, num_stages=3)
+
+
+def _loads_are_wide(x: torch.Tensor) -> bool:
+    """Whether neighbours in memory can be read 16 bytes at a time: one stride is 1, and all else a multiple of 16."""
+    inner = -1 if x.stride(-1) == 1 else -2
+    other = -3 - inner
+    return x.stride(inner) == 1 and x.shape[inner] % 16 == 0 and x.stride(other) % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def _result_dtype(dtype: torch.dtype) -> torch.dtype:
+    # A product of two float8 numbers can overflow float16; bfloat16 has float32's range.
+    return torch.bfloat16 if dtype in _FLOAT8 else dtype
+
+
+def _is_reduced(dtype: torch.dtype, precision: str | None) -> bool:
+    """Whether products may be added with fewer bits than float32 has; only float32 and float8 leave a choice."""
+    if precision is None and dtype == torch.float32:
+        precision = torch.get_float32_matmul_precision()
+    return precision in ("high", "medium") and dtype in (torch.float32, *_FLOAT8)
+
+
+def _empty_outputs(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    precision: str | None,
+    save_pre: bool,
+) -> list[torch.Tensor]:
+    try:
+        batch_shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"matmul: the batch dimensions of a and b must broadcast, got shapes {shapes}") from None
+    shape = (*batch_shape, a.shape[-2], b.shape[-1])
+    return [torch.empty(shape, dtype=_result_dtype(a.dtype), device=a.device) for _ in range(1 + save_pre)]
+
+
+@operator(fake=_empty_outputs)
+def _matmul(
+    a: torch.Tensor,  # (..., M, K)
+    b: torch.Tensor,  # (..., K, N)
+    bias: torch.Tensor | None,  # (N,)
+    activation: str | None,
+    precision: str | None,
+    save_pre: bool,
+) -> list[torch.Tensor]:
+    """The result, and with `save_pre` the values before the activation as well."""
+    if torch.float8_e4m3fn in (a.dtype, b.dtype) and 0 < cuda_arch(a.device) < 89:
+        raise ValueError("matmul: a and b must not be float8_e4m3fn on NVIDIA GPUs before compute capability 8.9")
+    outputs = _empty_outputs(a, b, bias, activation, precision, save_pre)
+    out = outputs[0]
+    if out.numel() == 0:
+        return outputs
+    pre = outputs[1] if save_pre else None
+    (M, N), K = out.shape[-2:], a.shape[-1]
+    n_matrices = out.numel() // (M * N)
+    batch_shape = out.shape[:-2]
+    batch = collapse(
+        batch_shape, a.expand(*batch_shape, M, K).stride()[:-2], b.expand(*batch_shape, K, N).stride()[:-2]
+    )
+    reduced = _is_reduced(a.dtype, precision)
+    config = _config(M, N, n_matrices, a.element_size(), _loads_are_wide(a) and _loads_are_wide(b), a.device)
+    launch(
+        _matmul_kernel,
+        (n_matrices * triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),),
+        a, b, bias, out, pre, M, N, K, *a.stride()[-2:], *b.stride()[-2:], 0 if bias is None else bias.stride(0),
+        batch[0], *batch[1],
+        # Only where a runs along M do wide loads need to know that M is a multiple of 16.
+        ALIGN_M=16 if a.stride(-2) == 1 and M % 16 == 0 else 1,
+        EVEN_K=K % config["BLOCK_K"] == 0,
+        ACTIVATION=activation,
+        INPUT_PRECISION="tf32" if reduced and a.dtype == torch.float32 and not is_amd(a.device) else "ieee",
+        # Hopper's matrix unit keeps sums of float8 products in fewer than 24 bits: add those of each block in float32.
+        MAX_NUM_IMPRECISE_ACC=config["BLOCK_K"] if a.dtype in _FLOAT8 and not reduced else None,
+        **config,
+    )  # fmt: skip
+    return outputs
+
+
+def _silu_backward(dout: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return _aten.silu_backward(dout, pre)
+    # torch knows no derivative of its one-kernel form.
+    sigmoid = pre.sigmoid()
+    return dout * (sigmoid * (1 + pre * (1 - sigmoid)))
+
+
+# The gradient through each activation, from the incoming gradient and a saved tensor: the result itself where the
+# activation is two straight lines, the values before the activation for the others.
+_ACTIVATION_BACKWARD = {
+    "relu": lambda dout, out: _aten.threshold_backward(dout, out, 0),
+    "leaky_relu": lambda dout, out: _aten.leaky_relu_backward(dout, out, 0.01, True),
+    "gelu": lambda dout, pre: _aten.gelu_backward(dout, pre),
+    "silu": _silu_backward,
+}
+_SAVES_PRE = ("gelu", "silu")
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, bias, activation, precision):
+        ctx.set_materialize_grads(False)
+        ctx.activation, ctx.precision, ctx.bias_shape = activation, precision, None if bias is None else bias.shape
+        outputs = _matmul(a, b, bias, activation, precision, activation in _SAVES_PRE)
+        # The values before the activation are an output as well: a second derivative flows through them.
+        out, pre = outputs if len(outputs) == 2 else (outputs[0], None)
+        ctx.save_for_backward(a, b, None if activation is None else out if pre is None else pre)
+        return out, pre
+
+    @staticmethod
+    def backward(ctx, dout, dpre):
+        a, b, saved = ctx.saved_tensors
+        if dout is not None:
+            through = dout if ctx.activation is None else _ACTIVATION_BACKWARD[ctx.activation](dout, saved)
+            dpre = through if dpre is None else dpre + through
+        da = db = dbias = None
+        if dpre is not None:
+            if ctx.needs_input_grad[0]:
+                da = _differentiable(dpre, b.mT, None, None, ctx.precision).sum_to_size(a.shape)
+            if ctx.needs_input_grad[1]:
+                db = _differentiable(a.mT, dpre, None, None, ctx.precision).sum_to_size(b.shape)
+            if ctx.needs_input_grad[2]:
+                dbias = dpre.sum_to_size(ctx.bias_shape)
+        return da, db, dbias, None, None
+
+
+def _differentiable(a, b, bias, activation, precision):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
+        return _Matmul.apply(a, b, bias, activation, precision)[0]
+    return _matmul(a, b, bias, activation, precision, False)[0]
+
+
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    precision: str | None = None,
+) -> torch.Tensor:
+    r"""Multiply two matrices, or batches of them, as :func:`torch.matmul` does; add a bias and apply an activation.
+
+    .. math:: \text{out} = f(a \, b + \text{bias})
+
+    Args:
+        a: shape (..., M, K) or (K,), any strides; float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
+        b: shape (..., K, N) or (K,), any strides, of a's dtype; the two float8 dtypes mix. Batch dimensions broadcast.
+        bias: added to every row: shape (N,), (1,) or (), in the dtype of the result.
+        activation: None, "relu", "gelu" (the exact one, with erf), "silu" or "leaky_relu" (slope 0.01).
+        precision: "highest" multiplies float32 numbers as they are; "high" and "medium" let the GPU round them to
+            TensorFloat-32, which has 10 bits of mantissa. None follows :func:`torch.get_float32_matmul_precision`. For
+            float8, "high" and "medium" let the matrix unit keep its sums with fewer bits; None means "highest". The
+            other dtypes ignore it.
+
+    Returns:
+        A contiguous tensor of shape (..., M, N), without M where a is a vector and without N where b is one. Its dtype
+        is a's; for float8 it is bfloat16, because a product of two float8 numbers can overflow float16.
+
+    Raises:
+        TypeError: an argument is no tensor, its dtype is not supported or does not match, or it is float8 and requires
+            a gradient.
+        ValueError: shapes do not match, the devices differ, or activation or precision is none of the names above.
+
+    Notes:
+        Sums are kept in float32 (float64 for float64); bias and activation are applied to them before the one rounding.
+        Every call adds in the same order, so results repeat bit for bit. When a gradient is needed, "gelu" and "silu"
+        store the values before the activation as well; the other activations are differentiated from the result.
+        Gradients of any order are matrix products by the same kernels. AMD GPUs multiply float32 as it is.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> triton_gallery.matmul(torch.eye(2), torch.tensor([[1.0, -2.0], [3.0, 4.0]]), activation="relu")
+        tensor([[1., 0.],
+                [3., 4.]])
+    """
+    _check_operands(a, b)
+    if activation not in _ACTIVATION_BACKWARD and activation is not None:
+        names = ", ".join(f'"{name}"' for name in _ACTIVATION_BACKWARD)
+        raise ValueError(f"matmul: activation must be None, {names}, got {activation!r}")
+    if precision not in (None, "highest", "high", "medium"):
+        raise ValueError(f'matmul: precision must be None, "highest", "high" or "medium", got {precision!r}')
+    # A vector is a matrix of one row or one column, as long as the product is computed.
+    rows = a if a.dim() > 1 else a.unsqueeze(0)
+    columns = b if b.dim() > 1 else b.unsqueeze(1)
+    if bias is not None:
+        bias = _expand_bias(a, bias, columns.shape[-1])
+    if rows.dim() > 2 and columns.shape[:-2].numel() == 1 and columns.dim() <= rows.dim() and _is_one_matrix(rows):
+        # The same b for the whole batch: the batch is more rows of one matrix.
+        flat = _differentiable(rows.flatten(0, -2), columns.reshape(columns.shape[-2:]), bias, activation, precision)
+        out = flat.unflatten(0, rows.shape[:-1])
+    else:
+        out = _differentiable(rows, columns, bias, activation, precision)
+    if a.dim() == 1:
+        out = out.squeeze(-2)
+    return out.squeeze(-1) if b.dim() == 1 else out
+
+
+def _is_one_matrix(a: torch.Tensor) -> bool:
+    """Whether one stride leads from row to row through the whole batch, so that flattening it copies nothing."""
+    return a.numel() > 0 and len(collapse(a.shape[:-1], a.stride()[:-1])[0]) == 1
+
+
+def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    for name, x in (("a", a), ("b", b)):
+        check_tensor("matmul", name, x, FLOATS + _FLOAT8)
+        if x.dim() == 0:
+            raise ValueError(f"matmul: {name} must have at least one dimension, got none; use * to scale by a number")
+    check_same_device("matmul", a=a, b=b)
+    if a.dtype != b.dtype and not (a.dtype in _FLOAT8 and b.dtype in _FLOAT8):
+        raise TypeError(
+            f"matmul: b must have a's dtype, {_name(a.dtype)}, got {_name(b.dtype)}; convert one with .to()"
+        )
+    if a.dtype in _FLOAT8 and torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        raise TypeError(
+            f"matmul: a and b must not require a gradient in {_name(a.dtype)}; convert them to a wider dtype"
+        )
+    axis = -2 if b.dim() > 1 else -1
+    if a.shape[-1] != b.shape[axis]:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"matmul: a.shape[-1] must equal b.shape[{axis}], got shapes {shapes}")
+
+
+def _expand_bias(a: torch.Tensor, bias: torch.Tensor, N: int) -> torch.Tensor:
+    dtype = _result_dtype(a.dtype)
+    check_tensor("matmul", "bias", bias)
+    check_same_device("matmul", a=a, bias=bias)
+    if bias.dtype != dtype:
+        raise TypeError(f"matmul: bias must have the result's dtype, {_name(dtype)}, got {_name(bias.dtype)}")
+    if bias.dim() > 1 or (bias.numel() != 1 and bias.numel() != N):
+        raise ValueError(f"matmul: bias must have a shape that broadcasts to ({N},), got {tuple(bias.shape)}")
+    return bias.expand(N)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,556 @@
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import triton_gallery as tg
+from conftest import DEVICE, assert_as_accurate_as_torch
+from triton_gallery._launch import launch
+from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "leaky_relu": torch.nn.functional.leaky_relu,
+}
+PRECISIONS = ["highest", "high", "medium"]
+# Sums of up to a few hundred products; the order of the additions is ours, not torch's.
+FLOOR = {torch.float16: 1e-6, torch.bfloat16: 1e-6, torch.float32: 1e-6, torch.float64: 2e-15}
+
+
+def named(values):
+    return [pytest.param(value, id=str(value).removeprefix("torch.")) for value in values]
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def torch_matmul(a, b, bias=None, activation=None):
+    out = torch.matmul(a, b)
+    if bias is not None:
+        out = out + bias
+    return out if activation is None else ACTIVATIONS[activation](out)
+
+
+def assert_matches_torch(a, b, bias=None, activation=None, **options):
+    before = [None if x is None else x.clone() for x in (a, b, bias)]
+    ours = tg.matmul(a, b, bias=bias, activation=activation, **options)
+    torchs = torch_matmul(a, b, bias, activation)
+    reference = torch_matmul(*(None if x is None else x.double() for x in (a, b, bias)), activation)
+    assert_as_accurate_as_torch(ours, torchs, reference, floor=FLOOR[a.dtype])
+    assert ours.is_contiguous()
+    for x, old in zip((a, b, bias), before, strict=True):
+        assert x is None or torch.equal(x.nan_to_num(), old.nan_to_num())
+
+
+# --- the order of tiles ---
+
+
+@triton.jit
+def _grouped_tiles_kernel(out_m_ptr, out_n_ptr, tiles_m, tiles_n, GROUP_M: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    i = tl.arange(0, BLOCK_SIZE)
+    tile_m, tile_n = _grouped_tile(tl.minimum(i, tiles_m * tiles_n - 1), tiles_m, tiles_n, GROUP_M)
+    tl.store(out_m_ptr + i, tile_m, mask=i < tiles_m * tiles_n)
+    tl.store(out_n_ptr + i, tile_n, mask=i < tiles_m * tiles_n)
+
+
+def grouped_tiles(tiles_m, tiles_n, group):
+    """The tiles in their order, as pairs."""
+    out = torch.zeros(2, 1024, dtype=torch.int32, device=DEVICE)
+    launch(_grouped_tiles_kernel, (1,), *out, tiles_m, tiles_n, GROUP_M=group, BLOCK_SIZE=1024)
+    return list(zip(*out[:, : tiles_m * tiles_n].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+def test_grouped_order_covers_every_tile_once(group):
+    for tiles_m, tiles_n in [(1, 1), (1, 9), (9, 1), (7, 10), (10, 7), (8, 8), (9, 4), (15, 3), (16, 5), (31, 33)]:
+        tiles = grouped_tiles(tiles_m, tiles_n, group)
+        assert sorted(tiles) == list(itertools.product(range(tiles_m), range(tiles_n)))
+
+
+def test_grouped_order_walks_down_a_group_first():
+    assert grouped_tiles(3, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+
+
+# --- sizes, strides, batches ---
+
+SIZES = [1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 130]
+
+
+@pytest.mark.parametrize("M", SIZES)
+def test_matmul_matches_torch_at_any_size(M):
+    # Every size meets every other one in some position over the three lists.
+    for shift in (3, 7):
+        i = SIZES.index(M)
+        N, K = SIZES[(i + shift) % len(SIZES)], SIZES[(i + 2 * shift) % len(SIZES)]
+        assert_matches_torch(random(M, K, dtype=torch.float16), random(K, N, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", named(FLOATS))
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 65, 47), (64, 128, 32), (130, 17, 129)], ids=str)
+def test_matmul_matches_torch_in_any_dtype(dtype, sizes):
+    M, N, K = sizes
+    assert_matches_torch(random(M, K, dtype=dtype), random(K, N, dtype=dtype))
+
+
+LAYOUTS = {
+    "rows": lambda m, n: random(m, n),
+    "columns": lambda m, n: random(n, m).t(),
+    "every other row": lambda m, n: random(2 * m, n)[::2],
+    "every other column": lambda m, n: random(m, 2 * n)[:, ::2],
+    "part of a wider matrix": lambda m, n: random(m + 2, n + 3)[1:-1, 2:-1],
+    "one row for all": lambda m, n: random(1, n).expand(m, n),
+    "one column for all": lambda m, n: random(m, 1).expand(m, n),
+    "one number for all": lambda m, n: random(1, 1).expand(m, n),
+    "overlapping": lambda m, n: random(3 * m + n).as_strided((m, n), (3, 1)),
+}
+
+
+@pytest.mark.parametrize("a_layout", LAYOUTS)
+@pytest.mark.parametrize("b_layout", LAYOUTS)
+def test_matmul_takes_any_strides(a_layout, b_layout):
+    assert_matches_torch(LAYOUTS[a_layout](33, 20), LAYOUTS[b_layout](20, 18))
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_matmul_takes_transposed_matrices_with_wide_loads(transpose_a, transpose_b):
+    a = random(64, 96, dtype=torch.float16).t() if transpose_a else random(96, 64, dtype=torch.float16)
+    b = random(80, 64, dtype=torch.float16).t() if transpose_b else random(64, 80, dtype=torch.float16)
+    assert_matches_torch(a, b)
+
+
+BATCHES = {
+    "one batch": ((3, 5, 7), (3, 7, 4)),
+    "a matrix for all": ((3, 5, 7), (7, 4)),
+    "a matrix for all, two batch dimensions": ((2, 3, 5, 7), (7, 4)),
+    "a matrix for all on the left": ((5, 7), (3, 7, 4)),
+    "sizes of one": ((1, 5, 7), (3, 7, 4)),
+    "sizes of one on the right": ((3, 5, 7), (1, 7, 4)),
+    "more dimensions on the right": ((3, 5, 7), (1, 1, 7, 4)),
+    "two broadcast ways": ((2, 1, 5, 7), (3, 7, 4)),
+    "crossed": ((4, 1, 2, 5, 7), (3, 1, 7, 4)),
+    "vector and vector": ((7,), (7,)),
+    "matrix and vector": ((5, 7), (7,)),
+    "vector and matrix": ((7,), (7, 4)),
+    "batch and vector": ((2, 3, 5, 7), (7,)),
+    "vector and batch": ((7,), (2, 3, 7, 4)),
+    "one by one": ((1,), (1,)),
+    "no rows": ((0, 7), (7, 4)),
+    "no columns": ((5, 7), (7, 0)),
+    "no products": ((5, 0), (0, 4)),
+    "no products in a batch": ((2, 5, 0), (0, 4)),
+    "no products of vectors": ((0,), (0,)),
+    "no matrices": ((0, 5, 7), (7, 4)),
+    "no matrices by broadcasting": ((0, 5, 7), (1, 7, 4)),
+    "one product": ((5, 1), (1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_matmul_broadcasts_as_torch(name):
+    a_shape, b_shape = BATCHES[name]
+    a, b = random(*a_shape), random(*b_shape)
+    assert_matches_torch(a, b)
+    assert_matches_torch(a, b, random(*b_shape[1:][-1:]), "gelu")
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3), (3, 1, 2, 0)], ids=str)
+def test_matmul_takes_batches_in_any_memory_order(order):
+    # Such as attention's queries, cut out of (batch, seq, heads, head_dim): no single stride leads through the batch.
+    a = random(*(torch.Size([3, 4, 5, 6])[d] for d in order)).permute(*torch.tensor(order).argsort().tolist())
+    assert a.shape == (3, 4, 5, 6)
+    assert_matches_torch(a, random(6, 7))
+    assert_matches_torch(a, random(3, 1, 6, 7))
+    assert_matches_torch(a, a.mT)
+
+
+def test_matmul_writes_nothing_beyond_the_end():
+    a, b = random(33, 20), random(20, 18)
+    for block_m, block_n in [(16, 16), (64, 32)]:
+        memory = torch.full((3, 33 * 18 + 100), 7.0, device=DEVICE)
+        out = memory[1, : 33 * 18].view(33, 18)
+        grid = (triton.cdiv(33, block_m) * triton.cdiv(18, block_n),)
+        launch(
+            _matmul_kernel, grid, a, b, None, out, None, 33, 18, 20, 20, 1, 18, 1, 0, (1,), (0,), (0,),
+            ALIGN_M=1, EVEN_K=False, ACTIVATION=None, INPUT_PRECISION="ieee", MAX_NUM_IMPRECISE_ACC=None,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=16, GROUP_M=2,
+        )  # fmt: skip
+        torch.testing.assert_close(out, a @ b)
+        assert (memory[0] == 7).all() and (memory[2] == 7).all() and (memory[1, 33 * 18 :] == 7).all()
+
+
+def test_matmul_reaches_beyond_32_bit_offsets():
+    torch.utils.deterministic.fill_uninitialized_memory = False  # 4 GiB stay untouched, so on a CPU they cost nothing
+    try:
+        memory = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    a = memory.as_strided((2, 33), (2**31, 1))
+    a.copy_(torch.randn(2, 33))
+    b = random(33, 2, dtype=torch.float16)
+    assert_matches_torch(a, b)
+    assert_matches_torch(b, a)
+    assert_matches_torch(a[:, None], b)
+    assert_matches_torch(a.t(), b.t())
+
+
+def test_configs_are_few():
+    for wide, itemsize in itertools.product((False, True), (1, 2, 4, 8)):
+        configs = {
+            tuple(_config(M, 4096, 1, itemsize, wide, torch.device("cpu")).values()) for M in (*range(1, 300), 4096)
+        }
+        assert len(configs) <= 3
+
+
+@pytest.mark.gpu
+def test_matmul_compiles_at_most_three_times_for_32_row_counts():
+    _matmul_kernel.device_caches.clear()
+    b = random(4097, 513, dtype=torch.float16)
+    for M in (*range(1, 26), 100, 257, 1000, 1024, 2000, 4000, 4096):
+        tg.matmul(random(M, 4097, dtype=torch.float16), b)
+    assert sum(len(cache[0]) for cache in _matmul_kernel.device_caches.values()) <= 3
+
+
+# --- values ---
+
+
+def test_matmul_keeps_nan_and_infinity_in_their_rows_and_columns():
+    a, b = random(70, 20), random(20, 70)
+    a[0, 3] = a[69, 5] = float("nan")
+    a[30, 2] = float("inf")
+    b[4, 1], b[7, 68] = float("inf"), float("nan")
+    assert_matches_torch(a, b)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_pass_nan_and_infinity_as_torch(activation):
+    a = torch.tensor([[-float("inf")], [float("inf")], [float("nan")], [-0.0], [1e4], [-1e4], [-90.0]], device=DEVICE)
+    assert_matches_torch(a, torch.ones(1, 1, device=DEVICE), None, activation)
+
+
+@pytest.mark.parametrize("dtype", named(FLOATS))
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_matmul_epilogue_matches_torch(activation, dtype):
+    a, b = random(33, 20, dtype=dtype), random(20, 70, dtype=dtype)
+    assert_matches_torch(a, b, random(70, dtype=dtype), activation)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (9,)], ids=str)
+def test_matmul_broadcasts_the_bias(shape):
+    assert_matches_torch(random(4, 7), random(7, 9), random(*shape))
+    assert_matches_torch(random(3, 4, 7), random(7, 9), random(*shape))
+
+
+def test_matmul_takes_a_strided_bias():
+    assert_matches_torch(random(4, 7), random(7, 9), random(9, 3)[:, 1])
+    assert_matches_torch(random(4, 7), random(7, 9), random(27)[::3])
+
+
+def test_matmul_rounds_once():
+    # 2048 + 1 is no float16, and 2049 - 2048 is 1 only if the product was never rounded to one.
+    a = torch.tensor([[2048.0, 1.0]], device=DEVICE).half()
+    b, bias = torch.ones(2, 1, device=DEVICE).half(), torch.tensor([-2048.0], device=DEVICE).half()
+    assert tg.matmul(a, b, bias=bias).item() == 1
+
+
+def test_matmul_repeats_bit_for_bit():
+    a, b = random(70, 130, dtype=torch.float16), random(130, 70, dtype=torch.float16)
+    first = tg.matmul(a, b, activation="gelu")
+    assert all(
+        torch.equal(tg.matmul(a, b, activation="gelu"), first) for _ in range(5 if DEVICE.type == "cpu" else 100)
+    )
+
+
+# --- precision ---
+
+
+@pytest.fixture
+def float32_precision():
+    """Sets torch's precision of float32 products for one test."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("precision", [None, *PRECISIONS])
+@pytest.mark.parametrize("setting", PRECISIONS)
+def test_float32_follows_the_precision(precision, setting, float32_precision):
+    float32_precision(setting)
+    a, b = random(65, 130), random(130, 33)
+    error = (tg.matmul(a, b, precision=precision) - a.double() @ b.double()).abs().max() / 130**0.5
+    # TensorFloat-32 keeps 10 bits behind the point, float32 23; the interpreter rounds nothing to TensorFloat-32.
+    assert error <= (1e-6 if (precision or setting) == "highest" else 2e-3)
+
+
+@pytest.mark.gpu
+def test_float32_uses_fewer_bits_only_when_asked(float32_precision):
+    float32_precision("highest")
+    a, b = random(512, 512), random(512, 512)
+    exact = a.double() @ b.double()
+    error = {p: (tg.matmul(a, b, precision=p) - exact).abs().max().item() for p in (None, *PRECISIONS)}
+    assert error[None] == error["highest"] < 1e-3
+    if torch.version.hip is None:
+        assert error["highest"] < error["high"] / 10
+
+
+@pytest.mark.parametrize("precision", [None, *PRECISIONS])
+@pytest.mark.parametrize("dtypes", [*itertools.product(FLOAT8, FLOAT8)], ids=lambda d: "-".join(str(x)[13:] for x in d))
+def test_float8_matches_the_dequantised_product(dtypes, precision):
+    a, b = random(33, 160).to(dtypes[0]), random(70, 160).to(dtypes[1]).t()
+    bias = random(70, dtype=torch.bfloat16)
+    ours = tg.matmul(a, b, bias=bias, activation="silu", precision=precision)
+    wide = [x.to(torch.bfloat16) for x in (a, b)]
+    reference = torch_matmul(a.double(), b.double(), bias.double(), "silu")
+    # Sums with fewer bits, where they are allowed, are still finer than bfloat16.
+    assert_as_accurate_as_torch(ours, torch_matmul(*wide, bias, "silu"), reference, floor=1e-6)
+
+
+@pytest.mark.parametrize("dtype", named(FLOAT8))
+def test_float8_is_exact_at_the_ends_of_its_range(dtype):
+    info = torch.finfo(dtype)
+    values = torch.tensor([info.max, info.min, info.tiny, info.tiny * info.eps, 0.0, 1.0], device=DEVICE).to(dtype)
+    ours = tg.matmul(values[:, None], torch.ones(1, 3, device=DEVICE).to(dtype))
+    assert torch.equal(ours, values.to(torch.bfloat16)[:, None].expand(6, 3))
+
+
+@pytest.mark.parametrize("layout", [*itertools.product("rc", "rc")], ids="".join)
+def test_float8_takes_any_layout(layout):
+    a = random(64, 96) if layout[0] == "r" else random(96, 64).t()
+    b = random(96, 80) if layout[1] == "r" else random(80, 96).t()
+    a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    torchs = a.to(torch.bfloat16) @ b.to(torch.bfloat16)
+    assert_as_accurate_as_torch(tg.matmul(a, b), torchs, a.double() @ b.double(), floor=1e-6)
+
+
+# --- gradients ---
+
+
+def assert_gradients_match_torch(a, b, bias=None, activation=None, dout=None):
+    """Gradients as accurate as torch's, of a loss that weighs every element of the result differently."""
+    tensors = [x for x in (a, b, bias) if x is not None]
+
+    def gradients(function, *tensors, dtype=None):
+        leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in tensors]
+        out = function(*leaves)
+        incoming = weights.to(out.dtype) if dout is None else dout(out)
+        return torch.autograd.grad(out, leaves, incoming)
+
+    weights = torch.randn_like(torch_matmul(a, b), dtype=torch.float64)
+
+    def ours(a, b, bias=None):
+        return tg.matmul(a, b, bias=bias, activation=activation)
+
+    def torchs(a, b, bias=None):
+        return torch_matmul(a, b, bias, activation)
+
+    references = gradients(torchs, *tensors, dtype=torch.float64)
+    for mine, other, reference in zip(gradients(ours, *tensors), gradients(torchs, *tensors), references, strict=True):
+        assert_as_accurate_as_torch(mine, other, reference, factor=3, floor=3 * FLOOR[a.dtype])
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_matmul_grad_of_any_shape(name):
+    a_shape, b_shape = BATCHES[name]
+    assert_gradients_match_torch(random(*a_shape), random(*b_shape))
+    assert_gradients_match_torch(random(*a_shape), random(*b_shape), random(*b_shape[1:][-1:]), "silu")
+
+
+@pytest.mark.parametrize("dtype", named(FLOATS))
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_matmul_grad_of_the_epilogue(activation, dtype):
+    a, b = random(33, 20, dtype=dtype), random(20, 70, dtype=dtype)
+    assert_gradients_match_torch(a, b, random(70, dtype=dtype), activation)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matmul_grad_of_any_strides(layout):
+    assert_gradients_match_torch(LAYOUTS[layout](33, 20), LAYOUTS[layout](20, 18))
+
+
+@pytest.mark.parametrize(
+    "dout",
+    [
+        lambda out: torch.ones((), device=out.device, dtype=out.dtype).expand_as(out),  # what .sum().backward() sends
+        lambda out: torch.arange(out.shape[-1], device=out.device, dtype=out.dtype).expand_as(out),
+        lambda out: torch.arange(out.numel(), device=out.device).to(out.dtype).view(out.mT.shape).mT,
+    ],
+    ids=["one number", "one row", "transposed"],
+)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_matmul_grad_takes_any_incoming_gradient(dout, activation):
+    assert_gradients_match_torch(random(5, 7), random(7, 4), random(4), activation, dout)
+    assert_gradients_match_torch(random(3, 5, 7), random(3, 7, 4), random(4), activation, dout)
+
+
+def test_matmul_grad_leaves_the_incoming_gradient_alone():
+    a, b = random(5, 7).requires_grad_(), random(7, 4)
+    dout = random(5, 4)
+    before = dout.clone()
+    tg.matmul(a, b, activation="relu").backward(dout)
+    assert torch.equal(dout, before)
+
+
+@pytest.mark.parametrize("wants", [*itertools.product((True, False), repeat=3)][:-1], ids=str)
+def test_matmul_computes_only_the_gradients_asked_for(wants):
+    tensors = [x.requires_grad_(want) for x, want in zip((random(5, 7), random(7, 4), random(4)), wants, strict=True)]
+    tg.matmul(tensors[0], tensors[1], bias=tensors[2], activation="silu").sum().backward()
+    assert [x.grad is not None for x in tensors] == list(wants)
+
+
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape", "activation"),
+    [
+        *[((3, 4), (4, 2), activation) for activation in (None, *ACTIVATIONS)],
+        ((2, 2, 3), (3, 2), "gelu"),
+        ((2, 1, 2, 3), (2, 3, 1), None),
+        ((2, 2, 3), (2, 3, 2), "silu"),
+        ((3,), (3, 2), "silu"),
+    ],
+)
+def test_matmul_gradcheck(a_shape, b_shape, activation):
+    a, b = (random(*shape, dtype=torch.float64).requires_grad_() for shape in (a_shape, b_shape))
+    bias = random(b_shape[-1], dtype=torch.float64).requires_grad_()
+
+    def function(a, b, bias):
+        return tg.matmul(a, b, bias=bias, activation=activation)
+
+    assert torch.autograd.gradcheck(function, (a, b, bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, (a, b, bias), fast_mode=True)
+
+
+def test_matmul_skips_autograd_without_gradients():
+    a, b = random(5, 7).requires_grad_(), random(7, 4)
+    assert tg.matmul(a, b).requires_grad and not tg.matmul(a.detach(), b).requires_grad
+    with torch.no_grad():
+        assert not tg.matmul(a, b).requires_grad
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda a, b: tg.matmul([1.0], b), TypeError, "matmul: a must be a torch.Tensor, got list"),
+        (lambda a, b: tg.matmul(a, b.int()), TypeError, "matmul: b must have one of the dtypes"),
+        (lambda a, b: tg.matmul(a.to_sparse(), b), TypeError, "matmul: a must be a dense"),
+        (lambda a, b: tg.matmul(a[0, 0], b), ValueError, "matmul: a must have at least one dimension"),
+        (lambda a, b: tg.matmul(a, b.half()), TypeError, "matmul: b must have a's dtype, float32, got float16"),
+        (lambda a, b: tg.matmul(a.to(torch.float8_e5m2), b.half()), TypeError, "matmul: b must have a's dtype"),
+        (lambda a, b: tg.matmul(b, b), ValueError, r"a.shape\[-1\] must equal b.shape\[-2\], got shapes \(4, 3\) and"),
+        (lambda a, b: tg.matmul(a, b[0]), ValueError, r"a.shape\[-1\] must equal b.shape\[-1\], got shapes \(2, 4\)"),
+        (lambda a, b: tg.matmul(a.expand(2, 2, 4), b.expand(3, 4, 3)), ValueError, "matmul: the batch dimensions"),
+        (lambda a, b: tg.matmul(a, b, activation="tanh"), ValueError, 'activation must be None, "relu".*got .tanh'),
+        (lambda a, b: tg.matmul(a, b, precision="low"), ValueError, "matmul: precision must be None, .*got 'low'"),
+        (lambda a, b: tg.matmul(a, b, bias=1.0), TypeError, "matmul: bias must be a torch.Tensor, got float"),
+        (lambda a, b: tg.matmul(a, b, bias=b[0].half()), TypeError, "bias must have the result's dtype, float32, got"),
+        (lambda a, b: tg.matmul(a, b, bias=a[0]), ValueError, r"broadcasts to \(3,\), got \(4,\)"),
+        (lambda a, b: tg.matmul(a, b, bias=b[:1]), ValueError, r"broadcasts to \(3,\), got \(1, 3\)"),
+        (
+            lambda a, b: tg.matmul(a.to(torch.float8_e5m2).requires_grad_(), b.to(torch.float8_e5m2)),
+            TypeError,
+            "must not require a gradient in float8_e5m2",
+        ),
+        (lambda a, b: tg.matmul(a.to("meta"), b.to("meta")), ValueError, "matmul: a must hold data, got a meta tensor"),
+        (lambda a, b: tg.matmul(a, b.to("meta")), ValueError, "matmul: b must hold data"),
+    ],
+)  # fmt: skip
+def test_matmul_refuses(call, error, message):
+    with pytest.raises(error, match=message):
+        call(random(2, 4), random(4, 3))
+
+
+@pytest.mark.gpu
+def test_matmul_refuses_tensors_on_two_devices():
+    with pytest.raises(ValueError, match="matmul: b must be on"):
+        tg.matmul(random(2, 4), torch.randn(4, 3))
+
+
+# --- torch ---
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_matmul_compiles_without_graph_breaks(activation):
+    function = torch.compile(
+        lambda a, b, bias: tg.matmul(a, b, bias=bias, activation=activation) * 2, fullgraph=True, backend="aot_eager"
+    )
+    for a_shape, b_shape in [((5, 7), (7, 4)), ((3, 5, 7), (7, 4)), ((3, 5, 7), (3, 7, 4)), ((7,), (7, 4))]:
+        tensors = [random(*shape).requires_grad_() for shape in (a_shape, b_shape, (4,))]
+        out = function(*tensors)
+        torch.testing.assert_close(out, 2 * torch_matmul(*tensors, activation))
+        expected = torch.autograd.grad(2 * torch_matmul(*tensors, activation).sum(), tensors)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), tensors), expected)
+
+
+def test_matmul_compiles_with_dynamic_shapes():
+    function = torch.compile(lambda a, b: tg.matmul(a, b), fullgraph=True, dynamic=True, backend="aot_eager")
+    for M, N, K in ((3, 5, 7), (7, 5, 9), (64, 33, 2)):
+        a, b = random(M, K), random(K, N)
+        torch.testing.assert_close(function(a, b), a @ b)
+
+
+def test_matmul_opcheck():
+    operator = torch.ops.triton_gallery.matmul.default
+    a, b, bias = random(2, 5, 7), random(2, 7, 4), random(4)
+    torch.library.opcheck(operator, (a, b, bias, "gelu", None, True))
+    torch.library.opcheck(operator, (a, b.mT.contiguous().mT, None, None, "high", False))
+    torch.library.opcheck(operator, (a[:0], b[:0], None, None, None, False))
+
+
+@pytest.mark.gpu
+def test_matmul_runs_in_a_cuda_graph_and_on_another_stream():
+    a, b = random(256, 512, dtype=torch.float16), random(512, 256, dtype=torch.float16)
+    expected = tg.matmul(a, b)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_stream = tg.matmul(a, b)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(on_stream, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tg.matmul(a, b)
+    a.neg_()
+    graph.replay()
+    assert torch.equal(captured, -expected)
+
+
+# --- anything ---
+
+
+@st.composite
+def operands(draw):
+    """Two matrices or batches of random sizes, layouts and dtype."""
+    size = st.integers(0, 40)
+    M, N, K = draw(size), draw(size), draw(size)
+    batch = draw(st.lists(st.integers(0, 3), max_size=3))
+    dtype = draw(st.sampled_from(FLOATS))
+
+    def operand(rows, columns):
+        own = [draw(st.sampled_from((d, 1))) for d in batch]
+        own = own[draw(st.integers(0, len(own))) :]
+        order = draw(st.permutations(range(len(own) + 2)))
+        step = draw(st.sampled_from((1, 1, 2)))
+        sizes = [*own, rows, columns]
+        x = random(*(sizes[d] for d in order[:-1]), sizes[order[-1]] * step, dtype=dtype)[..., ::step]
+        return x.permute(*torch.tensor(order).argsort().tolist())
+
+    return operand(M, K), operand(K, N)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ab=operands(), activation=st.sampled_from([None, *ACTIVATIONS]))
+def test_matmul_fuzz(ab, activation):
+    a, b = ab
+    bias = random(b.shape[-1], dtype=a.dtype)
+    assert_matches_torch(a, b, bias, activation)
+    assert_gradients_match_torch(a, b, bias, activation)
