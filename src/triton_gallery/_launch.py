@@ -206,11 +206,11 @@ def _current(device: torch.device):
 
 
 def _launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -> None:
-    """The interpreter computes bfloat16 wrongly and truncates on store, so bfloat16 tensors visit it as float32."""
-    widened = {}  # data pointer and extent of a bfloat16 tensor -> (its memory, a float32 copy of it)
+    """The interpreter has wrong sums in bfloat16 and wrong float8 numbers: such tensors visit it as float32."""
+    widened = {}  # data pointer and extent of such a tensor -> (its memory, a float32 copy of it)
 
     def widen(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.bfloat16:
+        if x.dtype not in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
             return x
         steps = zip(x.shape, x.stride(), strict=True)
         extent = 1 + sum((size - 1) * stride for size, stride in steps) if x.numel() else 0
@@ -279,14 +279,6 @@ def is_amd(device: torch.device) -> bool:
     if device.type == "meta":
         return triton.runtime.driver.active.get_current_target().backend == "hip"
     return device.type == "cuda" and torch.version.hip is not None
-
-
-def has_float8(device: torch.device) -> bool:
-    """Whether `device` can convert from and to float8_e4m3fn."""
-    if device.type == "meta":
-        target = triton.runtime.driver.active.get_current_target()
-        return target.backend != "cuda" or target.arch >= 89
-    return device.type != "cuda" or torch.version.hip is not None or _capability(device) >= (8, 9)
 
 
 @functools.cache
