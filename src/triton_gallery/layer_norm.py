@@ -505,8 +505,8 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
         eps = torch.finfo(_compute_dtype(x)).eps
     if not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}")
-    if not eps >= 0:
-        raise ValueError(f"{op}: eps must be at least 0, got {eps}")
+    if math.isnan(eps):
+        raise ValueError(f"{op}: eps must be a number, got {eps}")
     subtract_mean = op == "layer_norm"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return _LayerNorm.apply(x, weight, bias, normalized_shape, eps, subtract_mean, out_dtype)
@@ -530,14 +530,14 @@ def layer_norm(
         weight: a factor for each normalized position, of shape `normalized_shape`; in x's dtype, or float32 when x has
             16 bits. None means 1.
         bias: what is added at each normalized position, like `weight`. None means 0.
-        eps: keeps the square root away from 0; at least 0.
+        eps: keeps the square root away from 0.
 
     Returns:
         A contiguous tensor of x's shape and dtype (float32 for 16-bit x under GPU autocast, as in torch).
 
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
-        ValueError: shapes or devices do not match, or eps is negative or NaN.
+        ValueError: shapes or devices do not match, or eps is NaN.
 
     Notes:
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
@@ -571,15 +571,15 @@ def rms_norm(
         x: any shape with at least one dimension; float16, bfloat16, float32 or float64.
         normalized_shape: the sizes of the last dimensions, over which the mean square is taken.
         weight: a factor for each normalized position, of shape `normalized_shape` and any of x's dtypes. None means 1.
-        eps: keeps the square root away from 0; at least 0. None means the machine epsilon of the dtype computed in,
-            float32 or float64.
+        eps: keeps the square root away from 0. None means the machine epsilon of the dtype computed in, float32 or
+            float64.
 
     Returns:
         A contiguous tensor of x's shape and dtype (float32 for 16-bit x under GPU autocast, as in torch).
 
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
-        ValueError: shapes or devices do not match, or eps is negative or NaN.
+        ValueError: shapes or devices do not match, or eps is NaN.
 
     Notes:
         The kernels are those of :func:`layer_norm`, with the mean left in: float32 sums (float64 for float64), rows of
