@@ -1,0 +1,556 @@
+import importlib
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import triton_gallery as tg
+from conftest import assert_as_accurate_as_torch
+
+# The package's name `softmax` is the function; this is its module.
+module = importlib.import_module("triton_gallery.softmax")
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
+INF, NAN = math.inf, math.nan
+# Interpreter and GPU compute a float32 exponential to two or three units in the last place, torch on the CPU to one.
+FLOOR = 5e-7
+OPS = pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+PATHS = pytest.mark.parametrize("path", ["whole_rows", "online", "strided"], indirect=True)
+SIZES = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130]
+
+# NumPy, which stands behind the interpreter, warns of every inf - inf; a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def path(request, monkeypatch):
+    """The name of a path, for `lay`; the online path gets blocks so small that short rows have several."""
+    if request.param == "online":
+        force_online(monkeypatch)
+    return request.param
+
+
+def force_online(monkeypatch):
+    monkeypatch.setattr(module, "_MAX_ROW_BYTES", 0)
+    monkeypatch.setattr(module, "_ONLINE_BLOCK_BYTES", 64)
+
+
+def lay(x, path):
+    """x as it is, or in memory where its columns are apart."""
+    return torch.stack([x, torch.full_like(x, NAN)], dim=-1)[..., 0] if path == "strided" else x
+
+
+def ours(op, x, dim=-1, dtype=None):
+    return getattr(tg, op)(x, dim, dtype=dtype)
+
+
+def torchs(op, x, dim=-1, dtype=None):
+    return getattr(torch, op)(x, dim, dtype=dtype)
+
+
+def run(call, op, x, dim, dtype, dy):
+    """The output and the gradient of x."""
+    x = x.detach().requires_grad_()
+    y = call(op, x, dim, dtype)
+    return y.detach(), *torch.autograd.grad(y, x, dy)
+
+
+def check(op, x, dim=-1, dtype=None, dy=None):
+    """Output and gradient are as accurate as torch's, and the output is laid out as torch's."""
+    out_dtype = dtype or x.dtype
+    dy = torch.randn(x.shape, device=x.device).to(out_dtype) if dy is None else dy
+    result, expected = run(ours, op, x, dim, dtype, dy), run(torchs, op, x, dim, dtype, dy)
+    reference = run(torchs, op, x.double(), dim, None, dy.double())
+    assert result[0].stride() == expected[0].stride()
+    # float64 has only torch itself for a reference; sums in another order may differ in the last digits.
+    floor = 1e-14 if out_dtype == torch.float64 else FLOOR
+    assert_as_accurate_as_torch(result[0], expected[0], reference[0], floor=floor)
+    # The terms of the gradient cancel, all of them in a row of one; what is lost is relative to the terms. Torch and we
+    # start from the same rounded output, whose error a short row may cancel by luck.
+    dx, dx_expected, dx_reference = (t.double() for t in (result[1], expected[1], reference[1]))
+    assert result[1].dtype == x.dtype and result[1].shape == x.shape
+    if x.numel():
+        terms = dy.double().abs().amax() * (x.shape[dim] if op == "log_softmax" and x.ndim else 1)
+        error, torchs_error = (dx - dx_reference).abs().max(), (dx_expected - dx_reference).abs().max()
+        assert error <= 3 * torchs_error + (floor + torch.finfo(out_dtype).eps / 8) * terms
+    return result
+
+
+# --- sizes ---
+
+
+@OPS
+@DTYPES
+@PATHS
+def test_softmax_matches_torch(op, dtype, path, device):
+    for n_cols in SIZES:
+        x = torch.randn(3, n_cols, device=device).mul(3).to(dtype)
+        check(op, lay(x, path), dy=lay(torch.randn(3, n_cols, device=device).to(dtype), path))
+
+
+@OPS
+@pytest.mark.parametrize("n_rows", [1, 2, 7, 8, 9, 63, 64, 65, 130])
+@PATHS
+def test_softmax_matches_torch_at_many_row_counts(op, n_rows, path, device):
+    x, dy = torch.randn(2, n_rows, 19, device=device)
+    check(op, lay(x, path), dy=lay(dy, path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_softmax_around_the_longest_row_in_registers(dtype, device):
+    limit = module._MAX_ROW_BYTES // (8 if dtype == torch.float64 else 4)
+    for n_cols in (limit // 2 + 1, limit, limit + 1):
+        check("softmax", torch.randn(2, n_cols, device=device).mul(3).to(dtype))
+
+
+@pytest.mark.parametrize("n_cols", [70_003, pytest.param(3_000_003, marks=pytest.mark.gpu)])
+def test_log_softmax_of_a_long_row(n_cols, device):
+    check("log_softmax", torch.randn(1, n_cols, device=device))
+
+
+@PATHS
+def test_each_path_has_its_kernels(path, device, monkeypatch):
+    launched = []
+    monkeypatch.setattr(module, "launch", lambda kernel, *args, **meta: launched.append(kernel))
+    x, dy = (lay(torch.randn(4, 40, device=device), path) for _ in range(2))
+    run(ours, "softmax", x, -1, None, dy)
+    infix = {"whole_rows": "", "online": "online_", "strided": "strided_"}[path]
+    assert launched == [getattr(module, f"_softmax_{infix}{way}_kernel") for way in ("fwd", "bwd")]
+
+
+# --- shapes and strides ---
+
+
+@OPS
+@pytest.mark.parametrize("shape", [(9,), (1, 1, 1), (6, 1), (1, 6), (2, 3, 4), (3, 1, 5, 1), (2, 3, 2, 3, 4)], ids=str)
+def test_softmax_along_every_dim(op, shape, device):
+    x = torch.randn(shape, device=device)
+    for dim in range(-len(shape), len(shape)):
+        check(op, x, dim)
+
+
+@OPS
+@pytest.mark.parametrize("dim", [0, -1])
+@DTYPES
+def test_softmax_of_a_0d_tensor(op, dim, dtype, device):
+    check(op, torch.tensor(3.5, device=device, dtype=dtype), dim)
+
+
+@OPS
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 4), (0, 0)], ids=str)
+def test_softmax_of_nothing(op, shape, device):
+    for dim in range(len(shape)):
+        check(op, torch.empty(shape, device=device), dim)
+
+
+def strided_inputs(device, dtype=torch.float32):
+    def r(*shape):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    return {
+        "transposed": r(13, 9).t(),
+        "permuted": r(3, 4, 5, 6).permute(2, 0, 3, 1),
+        "heads before positions": r(2, 7, 3, 5).transpose(1, 2),
+        "5-d": r(2, 3, 2, 3, 5).transpose(1, 4),
+        "every second column": r(11, 26)[:, ::2],
+        "a slice with an offset": r(130)[3:],
+        "rows and columns cut": r(9, 17)[1:-1, 2:-3],
+        "expanded rows": r(1, 19).expand(7, 19),
+        "expanded columns": r(7, 1).expand(7, 19),
+        "expanded from 0-d": r().expand(5, 6),
+        "overlapping": r(40).as_strided((9, 8), (3, 1)),
+        "channels last": r(2, 6, 3, 5).to(memory_format=torch.channels_last),
+        "many rows apart": r(70, 3, 4).permute(0, 2, 1)[:, 1:],
+    }
+
+
+@OPS
+@pytest.mark.parametrize("name", strided_inputs("cpu"))
+def test_softmax_matches_torch_on_strided_input(op, name, device):
+    x = strided_inputs(device)[name]
+    for dim in range(x.ndim):
+        check(op, x, dim)
+
+
+@OPS
+@pytest.mark.parametrize("name", strided_inputs("cpu"))
+def test_softmax_matches_torch_on_strided_gradients(op, name, device):
+    dy = strided_inputs(device)[name]
+    x = torch.randn(dy.shape, device=device)
+    for dim in range(x.ndim):
+        check(op, x, dim, dy=dy)
+
+
+@OPS
+def test_softmax_takes_the_expanded_gradient_of_sum(op, device):
+    x, weight = torch.randn(2, 5, 33, device=device)
+    grads = []
+    for function in (ours, torchs):
+        leaf = x.clone().requires_grad_()
+        y = function(op, leaf)
+        (y.sum() + y.mean(0).sum() + (y.sum(1) * weight[:, 0]).sum()).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_softmax_copies_no_strided_input(device, monkeypatch):
+    pointers = []
+    monkeypatch.setattr(module, "launch", lambda kernel, grid, x, *args, **meta: pointers.append(x.data_ptr()))
+    inputs = strided_inputs(device)
+    for x in inputs.values():
+        for dim in range(x.ndim):
+            tg.softmax(x, dim)
+    assert pointers == [x.data_ptr() for x in inputs.values() for _ in range(x.ndim)]
+
+
+@PATHS
+def test_softmax_reaches_addresses_beyond_32_bits(path, device):
+    torch.utils.deterministic.fill_uninitialized_memory = False  # the gigabytes between the numbers are never touched
+    try:
+        memory = torch.empty(2**31 + 64, dtype=torch.float16, device=device)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    # Rows far apart, or columns far apart.
+    x = memory.as_strided((2, 33), (2**31, 1)) if path != "strided" else memory.as_strided((33, 3), (1, 2**30))
+    x.copy_(torch.randn(x.shape))
+    check("softmax", x)
+
+
+@PATHS
+def test_softmax_writes_nothing_else(path, device):
+    x, dy = (lay(torch.randn(5, 33, device=device), path) for _ in range(2))
+    y = torch.softmax(x, -1)
+    memory = torch.full((3, 5, 33), 7.0, device=device)
+    forward = (module._softmax_fwd_kernel, module._softmax_online_fwd_kernel, module._softmax_strided_fwd_kernel)
+    module._launch_rows(forward, (x,), memory[1], 1, False, x.dtype)
+    torch.testing.assert_close(memory[1], y)
+    assert (memory[::2] == 7).all()
+    backward = (module._softmax_bwd_kernel, module._softmax_online_bwd_kernel, module._softmax_strided_bwd_kernel)
+    module._launch_rows(backward, (y, dy), memory[1], 1, False, x.dtype)
+    torch.testing.assert_close(memory[1], y * (dy - (dy * y).sum(1, keepdim=True)))
+    assert (memory[::2] == 7).all()
+
+
+# --- dtypes ---
+
+
+@OPS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+@PATHS
+def test_softmax_converts_to_dtype(op, dtype, x_dtype, path, device):
+    x = lay(torch.randn(3, 40, device=device).to(x_dtype), path)
+    check(op, x, dtype=dtype, dy=lay(torch.randn(3, 40, device=device).to(dtype), path))
+
+
+def test_softmax_rounds_to_a_narrower_dtype_first(device):
+    # 2048 and 2049 are one number in float16.
+    x = torch.tensor([2048.0, 2049.0], device=device)
+    assert tg.softmax(x, dtype=torch.float16).tolist() == [0.5, 0.5]
+
+
+@OPS
+@pytest.mark.parametrize("x_dtype", INTEGERS, ids=str)
+@DTYPES
+def test_softmax_of_integers_with_dtype(op, x_dtype, dtype, device):
+    x = torch.randint(0, 7, (4, 9), device=device).to(x_dtype)
+    torch.testing.assert_close(ours(op, x, 0, dtype), torchs(op, x, 0, dtype))
+
+
+# --- values ---
+
+ROWS = {
+    "-inf everywhere": [-INF] * 40,
+    "-inf but one": [-INF] * 39 + [1.0],
+    "-inf in the first blocks": [-INF] * 35 + [3.0, 2.0, -1.0, 0.0, -INF],
+    "-inf in the last blocks": [5.0, 4.0] + [-INF] * 38,
+    "+inf": [1.0] * 20 + [INF] + [2.0] * 19,
+    "+inf twice": [INF] + [0.0] * 38 + [INF],
+    "both infinities": [-INF] * 20 + [INF] * 20,
+    "NaN first": [NAN] + [1.0] * 39,
+    "NaN last": [1.0] * 39 + [NAN],
+    "NaN everywhere": [NAN] * 40,
+    "NaN among -inf": [-INF] * 17 + [NAN] + [-INF] * 22,
+    "all equal": [7.0] * 40,
+    "all very negative": [-1e4] * 40,
+    "ascending": [-1e4 + 500.0 * i for i in range(40)],
+    "descending": [1e4 - 500.0 * i for i in range(40)],
+    "±1e4": [1e4, -1e4] * 20,
+    "zeros of both signs": [0.0, -0.0] * 20,
+}
+
+
+@OPS
+@DTYPES
+@PATHS
+def test_softmax_of_extreme_rows(op, dtype, path, device):
+    # All in one tensor: a row must not disturb its neighbours.
+    x = lay(torch.tensor(list(ROWS.values()), device=device).to(dtype), path)
+    expected = torchs(op, x)
+    assert_as_accurate_as_torch(ours(op, x), expected, torchs(op, x.double()), floor=FLOOR)
+    assert torch.equal(ours(op, x).isnan(), expected.isnan())
+
+
+@OPS
+@PATHS
+def test_softmax_at_the_ends_of_the_dtype(op, path, device):
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
+        rows = [[low] * 40, [high] * 40, [low, high] * 20, [high] + [low] * 39, [low] * 39 + [-INF], [low] * 39 + [0.0]]
+        x = lay(torch.tensor(rows, device=device, dtype=dtype), path)
+        torch.testing.assert_close(ours(op, x), torchs(op, x))
+
+
+@OPS
+@PATHS
+def test_gradient_of_extreme_rows(op, path, device):
+    x = lay(torch.tensor(list(ROWS.values()), device=device), path)
+    dy = lay(torch.randn(x.shape, device=device), path)
+    torch.testing.assert_close(run(ours, op, x, -1, None, dy), run(torchs, op, x, -1, None, dy), equal_nan=True)
+
+
+def test_padding_does_not_win_over_negative_rows(device):
+    x = torch.full((2, 5), -200.0, device=device)
+    assert torch.equal(tg.softmax(x), torch.full_like(x, 0.2))
+
+
+def test_long_sums_are_float32(device):
+    # In float16 the sum of the exponentials would stop growing at 2048.
+    x = torch.zeros(1, 5000, dtype=torch.float16, device=device)
+    assert torch.equal(tg.softmax(x), torch.full_like(x, 1 / 5000))
+    assert torch.equal(tg.log_softmax(x), torch.full_like(x, -math.log(5000)))
+
+
+# --- gradients ---
+
+
+@OPS
+@PATHS
+def test_softmax_gradcheck(op, path, device):
+    x = torch.randn(1, 9, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: ours(op, lay(x, path)), x)
+    assert torch.autograd.gradgradcheck(lambda x: ours(op, lay(x, path)), x)
+
+
+@OPS
+def test_softmax_gradcheck_along_other_dims(op, device):
+    for shape, dim in [((), 0), ((2, 3, 2), 1)]:
+        x = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda x, dim=dim: ours(op, x, dim), x)
+        assert torch.autograd.gradgradcheck(lambda x, dim=dim: ours(op, x, dim), x)
+
+
+@OPS
+def test_third_derivative_matches_torch(op, device):
+    x, *weights = torch.randn(3, 9, dtype=torch.float64, device=device).split(1)
+    thirds = []
+    for function in (ours, torchs):
+        leaf = x.clone().requires_grad_()
+        value = function(op, leaf)
+        for weight in (*weights, weights[0].square()):
+            (value,) = torch.autograd.grad(value, leaf, weight.requires_grad_(), create_graph=True)
+        thirds.append(value.detach())
+    torch.testing.assert_close(*thirds)
+
+
+@OPS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_second_derivative_in_16_bits(op, dtype, device):
+    x, dy, ddx = torch.randn(3, 4, 33, device=device).to(dtype)
+    results = []
+    for function, kind in ((ours, dtype), (torchs, dtype), (torchs, torch.float64)):
+        leaves = [t.to(kind).requires_grad_() for t in (x, dy)]
+        (dx,) = torch.autograd.grad(function(op, leaves[0]), leaves[0], leaves[1], create_graph=True)
+        results.append(torch.autograd.grad(dx, leaves, ddx.to(kind)))
+    for mine, theirs, reference in zip(*results, strict=True):
+        assert_as_accurate_as_torch(mine, theirs, reference, factor=3, floor=torch.finfo(dtype).eps / 2)
+
+
+@OPS
+@PATHS
+def test_results_repeat_bit_for_bit(op, path, device):
+    x, dy = (lay(torch.randn(9, 45, device=device), path) for _ in range(2))
+    first = run(ours, op, x, -1, None, dy)
+    for _ in range(5):
+        assert all(map(torch.equal, run(ours, op, x, -1, None, dy), first))
+
+
+@OPS
+@PATHS
+def test_inputs_and_gradients_stay_unmodified(op, path, device):
+    x, dy = (lay(torch.randn(4, 21, device=device, dtype=torch.float16), path) for _ in range(2))
+    before = [t.clone() for t in (x, dy)]
+    versions = x._version, dy._version
+    run(ours, op, x, -1, None, dy)
+    assert torch.equal(x, before[0]) and torch.equal(dy, before[1]) and versions == (x._version, dy._version)
+
+
+def test_no_graph_without_a_gradient(device):
+    x = torch.randn(3, 5, device=device, requires_grad=True)
+    with torch.no_grad():
+        assert tg.softmax(x).grad_fn is None
+    assert tg.softmax(x.detach()).grad_fn is None
+    assert tg.softmax(x).grad_fn is not None
+
+
+# --- refusals ---
+
+
+@OPS
+@pytest.mark.parametrize(
+    ("shape", "dim", "text"),
+    [
+        ((2, 3), 5, r"dim must be in \[-2, 1\], got 5"),
+        ((2, 3), -3, r"dim must be in \[-2, 1\], got -3"),
+        ((), 1, r"dim must be in \[-1, 0\], got 1"),
+    ],
+    ids=["too large", "too small", "0-d"],
+)
+def test_softmax_refuses_a_dim_that_x_lacks(op, shape, dim, text, device):
+    with pytest.raises(ValueError, match=f"^{op}: {text}$"):
+        ours(op, torch.ones(shape, device=device), dim)
+
+
+@OPS
+@pytest.mark.parametrize("dim", [0.0, None, (0, 1)], ids=repr)
+def test_softmax_refuses_a_dim_that_is_no_int(op, dim, device):
+    with pytest.raises(TypeError, match=f"^{op}: dim must be an int, got {type(dim).__name__}$"):
+        ours(op, torch.ones(2, 3, device=device), dim)
+
+
+@OPS
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+def test_softmax_refuses_integers_without_dtype(op, dtype, device):
+    x = torch.ones(2, 3, device=device, dtype=dtype)
+    with pytest.raises(TypeError, match=f"^{op}: x must be floating-point, got {dtype}; pass dtype=torch.float32"):
+        ours(op, x)
+
+
+@OPS
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, "float32"], ids=str)
+def test_softmax_refuses_a_dtype_that_is_not_floating_point(op, dtype, device):
+    with pytest.raises(TypeError, match=f"^{op}: dtype must be None, float16, .*, got {dtype}$"):
+        ours(op, torch.ones(2, 3, device=device), dtype=dtype)
+
+
+@OPS
+def test_softmax_refuses_what_is_no_dense_tensor(op, device):
+    with pytest.raises(TypeError, match=f"^{op}: x must be a torch.Tensor, got list$"):
+        ours(op, [1.0, 2.0])
+    with pytest.raises(TypeError, match=f"^{op}: x must have one of the dtypes .*, got complex64$"):
+        ours(op, torch.ones(3, device=device, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=f"^{op}: x must be a dense .* tensor, got layout torch.sparse_coo"):
+        ours(op, torch.ones(3, 3, device=device).to_sparse())
+    with pytest.raises(ValueError, match=f"^{op}: x must hold data, got a meta tensor$"):
+        ours(op, torch.ones(3, 3, device="meta"))
+
+
+# --- torch's transforms, and compilation ---
+
+
+@OPS
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_softmax_compiles_without_graph_breaks(op, dynamic, device):
+    torch._dynamo.reset()
+
+    def eager(x):
+        return ours(op, x * 2, dim=1) + 1
+
+    compiled = torch.compile(eager, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for shape in [(4, 12, 3), (7, 20, 3)]:
+        x = torch.randn(shape, device=device)
+        torch.testing.assert_close(compiled(x), eager(x))
+        grads = []
+        for function in (compiled, eager):
+            leaf = x.clone().requires_grad_()
+            grads += torch.autograd.grad(function(leaf).square().sum(), leaf)
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("is_log", [False, True], ids=["softmax", "log_softmax"])
+def test_opcheck(is_log, device):
+    x, dy = torch.randn(2, 4, 6, 5, device=device)
+    ops = torch.ops.triton_gallery
+    for dtype in (torch.float32, torch.float16):
+        torch.library.opcheck(ops.softmax_fwd.default, (x.transpose(0, 1), 2, dtype, is_log))
+        y = ops.softmax_fwd(x, 1, dtype, is_log)
+        torch.library.opcheck(ops.softmax_bwd.default, (y, dy.to(dtype), 1, torch.float32, is_log))
+
+
+def test_checkpoint_and_saved_tensor_hooks(device):
+    x, dy = torch.randn(2, 4, 9, device=device)
+    expected = run(torchs, "softmax", x, -1, None, dy)[1]
+    leaf = x.clone().requires_grad_()
+    torch.utils.checkpoint.checkpoint(tg.softmax, leaf, use_reentrant=False).backward(dy)
+    torch.testing.assert_close(leaf.grad, expected)
+    # A hook may hand the output back in another layout.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.t().contiguous(), lambda t: t.t()):
+        y = tg.softmax(leaf)
+    torch.testing.assert_close(torch.autograd.grad(y, leaf, dy)[0], expected)
+
+
+@pytest.mark.gpu
+@OPS
+@DTYPES
+def test_autocast_gives_torchs_dtype(op, dtype, device):
+    x = torch.randn(4, 33, device=device, dtype=dtype)
+    with torch.autocast(device.type, torch.bfloat16):
+        for asked in (None, torch.float16):
+            y, expected = ours(op, x, -1, asked), torchs(op, x, -1, asked)
+            assert y.dtype == expected.dtype
+            torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "dim"),
+    [(1000, -1), (65536, -1), (40, 0)],
+    ids=["whole rows", "online", "strided"],
+)
+def test_row_counts_share_compilations(n_cols, dim):
+    row_counts = [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 128, 255, 500, 512, *range(4090, 4102)]
+
+    def x(n_rows):
+        return torch.empty((n_rows, n_cols) if dim == -1 else (n_cols, n_rows), device="meta", dtype=torch.float16)
+
+    calls = [(tg.softmax, (x(n_rows), dim), {}, True) for n_rows in row_counts]
+    outcomes = tg.codegen._compile(tg.codegen._pack(calls, ("sm_90",)))
+    compiled = {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}
+    names = [name for name, _ in compiled]
+    assert len(row_counts) == 32 and set(map(names.count, names)) <= {1, 2, 3}
+
+
+# --- fuzz ---
+
+
+@st.composite
+def fuzzed(draw):
+    """A shape, a dim, dtypes, steps and an order that make a strided view, and whether rows are long."""
+    shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    return (
+        shape,
+        draw(st.integers(-len(shape), len(shape) - 1)),
+        draw(st.sampled_from(FLOATS)),
+        draw(st.sampled_from([None, *FLOATS])),
+        draw(st.lists(st.integers(1, 3), min_size=len(shape), max_size=len(shape))),
+        draw(st.permutations(range(len(shape)))),
+        draw(st.sampled_from([1.0, 30.0])),
+        draw(st.booleans()),
+    )
+
+
+@OPS
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=fuzzed())
+def test_softmax_matches_torch_on_fuzzed_inputs(op, monkeypatch, case):
+    shape, dim, dtype, out_dtype, steps, order, scale, long_rows = case
+    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    x = torch.randn([size * step for size, step in zip(shape, steps, strict=True)], device=device).mul(scale).to(dtype)
+    x = x[tuple(slice(None, None, step) for step in steps)].permute(order)
+    with monkeypatch.context() as patch:
+        if long_rows:
+            force_online(patch)
+        check(op, x, dim, out_dtype)
