@@ -77,5 +77,4 @@ html_title = project
 html_static_path = ["docs/_static"]
 html_css_files = ["gallery.css"]
 html_js_files = ["gallery.js"]
-templates_path = ["docs/_templates"]
 mathjax_path = "vendor/mathjax/tex-svg.js"

@@ -202,8 +202,37 @@ def test_every_page_quotes_what_exists(path):
     ast.parse(gallery.generate(path, keep_references=True))
 
 
-def test_command_line_prints_a_page(examples, src, monkeypatch, capsys):
-    monkeypatch.setattr(gallery, "SRC", src)
+@pytest.fixture
+def app(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_GALLERY_RECORDS", "")  # or on a GPU the extension would set it, for later tests too
+    folders = {"examples_dirs": "_generated/examples", "gallery_dirs": "tutorials"}
+    return SimpleNamespace(srcdir=tmp_path / "docs", config=SimpleNamespace(sphinx_gallery_conf=folders))
+
+
+def test_only_the_page_whose_module_changed_is_executed_again(app, examples, src):
+    (app.srcdir / "tutorials").mkdir(parents=True)
+    gallery._builder_inited(app, examples, src)
+
+    # sphinx-gallery leaves a page's output and a checksum; 03 is a page that no longer exists.
+    outputs = {
+        app.srcdir / "tutorials" / name for name in ("01-one.py.md5", "02-two.py.md5", "03-old.rst", "index.rst")
+    }
+    for path in outputs:
+        path.touch()
+    gallery._builder_inited(app, examples, src)
+    assert {path.name for path in outputs if path.exists()} == {"01-one.py.md5", "02-two.py.md5", "index.rst"}
+    (src / "package" / "module.py").write_text("LIMIT = 3  # still\n")
+    gallery._builder_inited(app, examples, src)
+    assert {path.name for path in outputs if path.exists()} == {"02-two.py.md5", "index.rst"}
+
+
+def test_a_bad_quote_ends_the_build_in_one_line(app, examples, src):
+    (examples / "02-two.py").write_text("# quote: package.module.nope\n")
+    with pytest.raises(SystemExit, match=r"^examples/02-two\.py:1: quote: package/module\.py has no definition nope$"):
+        gallery._builder_inited(app, examples, src)
+
+
+def test_command_line_prints_a_page(examples, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gallery.py", str(examples / "02-two.py")])
     gallery.main()
     assert capsys.readouterr().out == '"""Two"""\n'
@@ -347,7 +376,7 @@ def test_measured_table_has_a_row_per_record_and_the_provenance(build, monkeypat
     monkeypatch.setattr(triton_gallery.benchmark, "quote", lambda reference: f"<{reference.partition(': ')[2]}>")
     text, warnings = build(".. measured-table::\n\n   softmax-fp16 at 4096\n", "measured")
     assert not warnings
-    for piece in ("Softmax of 4096 rows", "N = 4096", "(fast)", "measured on a GPU"):
+    for piece in ("Softmax of 4096 rows", "N = 4,096", "(fast)", "measured on a GPU"):
         assert piece in text
     _, warnings = build(".. measured-table::\n\n   softmax-fp16 at 4096\n   nope at 3\n", "measured")
     assert "index.rst:7: ERROR: measured-table: nope at 3" in warnings

@@ -162,16 +162,18 @@ def fingerprint(page: Path, src: Path = SRC) -> str:
 # --- Sphinx -----------------------------------------------------------------------------------------------------------
 
 
-def _builder_inited(app) -> None:
+def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
     import torch
     import triton
 
     if torch.accelerator.is_available() and not triton.knobs.runtime.interpret:
         # What the pages measure is kept beside the site; `make record` is what changes the committed records.
         os.environ.setdefault("TRITON_GALLERY_RECORDS", str(ROOT / "build" / "records"))
-    source, gallery = (app.srcdir / app.config.sphinx_gallery_conf[key] for key in ("examples_dirs", "gallery_dirs"))
+    source, gallery = (
+        Path(app.srcdir) / app.config.sphinx_gallery_conf[key] for key in ("examples_dirs", "gallery_dirs")
+    )
     try:
-        pages = write_all(source)
+        pages = write_all(source, examples, src)
     except PageError as error:
         # Not an ExtensionError: Sphinx would print this one line amid fifty of its own stack.
         sys.exit(f"examples/{error}")
@@ -181,7 +183,7 @@ def _builder_inited(app) -> None:
             stale.unlink()
     store = source.parent / "fingerprints.json"
     old = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
-    new = {page.stem: fingerprint(page) for page in pages}
+    new = {page.stem: fingerprint(page, src) for page in pages}
     for name in names:
         if new[name] != old.get(name):
             # sphinx-gallery keeps a page's output as long as this checksum is that of the page's text.
