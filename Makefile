@@ -7,7 +7,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
-READY := $(if $(filter .venv,$(VENV)),.venv/installed,preflight)
+# What a command waits for: an installed .venv, or else a look at what the given environment lacks
+INSTALLED := $(if $(filter .venv,$(VENV)),.venv/installed)
 
 # Absolute, because pages run in a folder of their own.
 export PYTHONPATH := $(CURDIR)/src
@@ -17,16 +18,16 @@ export GALLERY_COMMAND := make $(MAKECMDGOALS)
 SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 PAGES = $(or $(PAGE),[0-9]*)
 
-.PHONY: help html html-fast page serve test lint bench record linkcheck clean preflight
+.PHONY: help html html-fast page serve test lint bench record linkcheck clean check-site check-tests check-gpu page-is-missing
 .DEFAULT_GOAL := help
 
 help:  ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-html: $(READY)  ## Execute the pages that changed and build the site into build/html
+html: $(or $(INSTALLED),check-site)  ## Execute the pages that changed and build the site into build/html
 	$(SPHINX) docs build/html
 
-html-fast: $(READY)  ## Build the site without executing pages; with PAGE=..., execute that one
+html-fast: $(or $(INSTALLED),check-site)  ## Build the site without executing pages; with PAGE=..., execute that one
 	$(SPHINX) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) docs build/html
 
 page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
@@ -34,23 +35,23 @@ page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one
 serve: html  ## Build the site and serve it at http://localhost:8000
 	$(PY) -m http.server --bind localhost --directory build/html 8000
 
-test: $(READY)  ## Run the tests
+test: $(or $(INSTALLED),check-tests)  ## Run the tests
 	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
 
-lint: $(READY)  ## Check style, and the generated pages for names that nothing defines
+lint: $(INSTALLED)  ## Check style, and the generated pages for names that nothing defines
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) docs/_ext/gallery.py --all build/lint --keep-references
 	$(PY) -m ruff check --select F821,F823 build/lint
 	$(PY) -m sphinxlint --max-line-length 120 docs examples README.md
 
-bench: $(READY)  ## Measure on a GPU into build/records; PAGE=... measures one page
+bench: $(INSTALLED) check-gpu  ## Measure on a GPU into build/records; PAGE=... measures one page
 	$(call measure,build/records)
 
-record: $(READY)  ## Measure on a GPU and rewrite the records that the package ships
+record: $(INSTALLED) check-gpu  ## Measure on a GPU and rewrite the records that the package ships
 	$(call measure,src/triton_gallery/records)
 
-linkcheck: $(READY)  ## Check that external links answer
+linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
 	$(SPHINX) -b linkcheck -D plot_gallery=0 docs build/linkcheck
 
 clean:  ## Remove everything that was built; .venv stays
@@ -59,13 +60,12 @@ clean:  ## Remove everything that was built; .venv stays
 # --- what the commands share ---
 
 define measure
-	@$(PY) docs/_ext/preflight.py gpu
 	$(PY) docs/_ext/gallery.py --all build/pages --keep-references
 	for page in build/pages/$(PAGES).py; do TRITON_GALLERY_RECORDS=$(1) $(PY) $$page || exit 1; done
 endef
 
-preflight:
-	@$(PY) docs/_ext/preflight.py packages
+check-site check-tests check-gpu: $(INSTALLED)
+	@$(PY) docs/_ext/preflight.py $(@:check-%=%)
 
 page-is-missing:
 	@echo "make page: name the page, such as PAGE=02-fused-softmax" >&2; exit 1

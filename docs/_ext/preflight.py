@@ -1,8 +1,9 @@
 """Says in one line what is missing before `make` starts something long; exits with status 1 then.
 
-    python docs/_ext/preflight.py python      is this Python new enough?
-    python docs/_ext/preflight.py packages    and do torch and Triton belong together, and is the rest there?
-    python docs/_ext/preflight.py gpu         and is there a GPU to measure on?
+    python docs/_ext/preflight.py python    is this Python new enough?
+    python docs/_ext/preflight.py site      and do torch and Triton fit, and is all there that the site needs?
+    python docs/_ext/preflight.py tests     the same for the tests
+    python docs/_ext/preflight.py gpu       the same for measuring, and is there a GPU?
 
 It runs on any Python 3, so that an old one gets to say that it is old.
 """
@@ -11,8 +12,13 @@ import re
 import sys
 
 PYTHON, TORCH, TRITON = (3, 11), (2, 11), (3, 6)
-NEEDED = ("torch", "triton", "numpy", "sphinx", "sphinx-gallery", "sphinx_rtd_theme", "sphinx-copybutton")
-NEEDED += ("sphinx-design", "sphinxcontrib-bibtex", "matplotlib", "pandas")
+KERNELS = ("torch", "triton", "numpy")
+SPHINX = ("sphinx", "sphinx-gallery", "sphinx_rtd_theme", "sphinx-copybutton", "sphinx-design", "sphinxcontrib-bibtex")
+NEEDED = {
+    "site": (*KERNELS, "matplotlib", "pandas", *SPHINX),
+    "tests": (*KERNELS, "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
+    "gpu": (*KERNELS, "matplotlib", "pandas"),
+}
 
 
 def problem(kind):
@@ -25,7 +31,7 @@ def problem(kind):
     from importlib import metadata
 
     versions = {}
-    for name in NEEDED if kind == "packages" else NEEDED[:3]:
+    for name in NEEDED[kind]:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
