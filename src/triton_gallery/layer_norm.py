@@ -505,7 +505,8 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
         eps = torch.finfo(_compute_dtype(x)).eps
     if not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}")
-    if math.isnan(eps):
+    # NaN alone differs from itself; torch.compile cannot trace math.isnan of a number that it treats as dynamic.
+    if eps != eps:
         raise ValueError(f"{op}: eps must be a number, got {eps}")
     subtract_mean = op == "layer_norm"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
