@@ -1,3 +1,4 @@
+import importlib
 import itertools
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 import triton_gallery as tg
 from conftest import DEVICE, assert_as_accurate_as_torch
-from triton_gallery._launch import launch
+from triton_gallery._launch import collapse, is_hopper, launch
 from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -522,6 +523,98 @@ def test_matmul_runs_in_a_cuda_graph_and_on_another_stream():
     a.neg_()
     graph.replay()
     assert torch.equal(captured, -expected)
+
+
+# --- the kernels for Hopper ---
+
+
+@pytest.fixture
+def tma(monkeypatch):
+    """The module of the TMA kernel, with tiles small enough for the interpreter where that runs it."""
+    if DEVICE.type != "cpu" and not is_hopper(DEVICE):
+        pytest.skip("needs a Hopper GPU, or the interpreter")
+    module = importlib.import_module("triton_gallery.hopper.matmul")
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(module, "_TILES", ((32, 64, 4, 3, 1.0), (16, 32, 4, 4, 0.9)))
+    return module
+
+
+def batch_of(a, b):
+    shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    strides = [x.expand(*shape, *x.shape[-2:]).stride()[:-2] for x in (a, b)]
+    return shape, collapse(shape, *strides)
+
+
+def run_tma(tma, a, b, bias=None, activation=None, save_pre=False, reduced=False):
+    shape, batch = batch_of(a, b)
+    dtype = torch.bfloat16 if a.dtype in FLOAT8 else a.dtype
+    out, pre = torch.empty(2, *shape, a.shape[-2], b.shape[-1], dtype=dtype, device=DEVICE)
+    tma.matmul_tma(a, b, bias, out, pre if save_pre else None, activation, reduced, batch)
+    return out, pre
+
+
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape"),
+    [
+        ((70, 80), (80, 96)),
+        ((1, 8), (8, 8)),
+        ((200, 136), (136, 72)),
+        ((3, 70, 80), (3, 80, 96)),
+        ((70, 80), (3, 80, 96)),
+        ((3, 70, 80), (80, 96)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", named([torch.float16, torch.bfloat16]))
+def test_tma_kernel_matches_torch(tma, a_shape, b_shape, dtype):
+    a, b, bias = random(*a_shape, dtype=dtype), random(*b_shape, dtype=dtype), random(b_shape[-1], dtype=dtype)
+    wide = [x.double() for x in (a, b, bias)]
+    out, _ = run_tma(tma, a, b)
+    assert_as_accurate_as_torch(out, a @ b, wide[0] @ wide[1], floor=1e-6)
+    out, pre = run_tma(tma, a, b, bias, "gelu", save_pre=True)
+    assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)
+    assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_tma_kernel_takes_transposed_matrices(tma, transpose_a, transpose_b):
+    a = random(80, 72, dtype=torch.float16).t() if transpose_a else random(72, 80, dtype=torch.float16)
+    b = random(96, 80, dtype=torch.float16).t() if transpose_b else random(80, 96, dtype=torch.float16)
+    out, _ = run_tma(tma, a, b)
+    assert_as_accurate_as_torch(out, a @ b, a.double() @ b.double(), floor=1e-6)
+    out, _ = run_tma(tma, a[8:64, 16:72], b[16:72, 8:])
+    assert_as_accurate_as_torch(out, a[8:64, 16:72] @ b[16:72, 8:], a[8:64, 16:72].double() @ b[16:72, 8:].double())
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_tma_kernel_takes_float8(tma, reduced):
+    a, b = random(70, 272).to(torch.float8_e4m3fn), random(96, 272).to(torch.float8_e5m2).t()
+    out, _ = run_tma(tma, a, b, reduced=reduced)
+    assert_as_accurate_as_torch(out, a.bfloat16() @ b.bfloat16(), a.double() @ b.double(), floor=1e-6)
+
+
+def test_tma_kernel_is_chosen_where_it_can_run(tma):
+    def supports(a, b):
+        _, batch = batch_of(a, b)
+        out = torch.empty(a.shape[-2], b.shape[-1], dtype=torch.bfloat16, device="meta")
+        return tma.supports(a, b, out, batch)
+
+    def empty(*shape, dtype=torch.float16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    a, b = empty(1024, 1024), empty(1024, 1024)
+    assert supports(a, b) and supports(a.t(), b) and supports(a, b.t())
+    assert supports(a.expand(3, 1024, 1024), empty(3, 1024, 1024))
+    assert supports(empty(2, 3, 1024, 1024), empty(2, 3, 1024, 1024))
+    assert not supports(a[:, 1:1001], b[:1000, :]) and not supports(a, b[:, :1001])
+    assert not supports(empty(1024, 2048)[:, ::2], b)
+    assert not supports(a[:1].expand(1024, 1024), b)
+    assert not supports(empty(2, 3, 1024, 1024), empty(3, 2, 1024, 1024).transpose(0, 1))
+    assert not supports(empty(1024, 1024, dtype=torch.float32), empty(1024, 1024, dtype=torch.float32))
+    assert not supports(a[:16], b) and not supports(a[:128], b[:, :128])
+    a, b = empty(1024, 1024, dtype=torch.float8_e4m3fn), empty(1024, 1024, dtype=torch.float8_e4m3fn)
+    assert supports(a, b.t()) and not supports(a, b) and not supports(a.t(), b.t())
 
 
 # --- anything ---

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import hopper
 from ._launch import (
     FLOATS,
     check_same_device,
@@ -207,6 +208,11 @@ def _matmul(
         batch_shape, a.expand(*batch_shape, M, K).stride()[:-2], b.expand(*batch_shape, K, N).stride()[:-2]
     )
     reduced = _is_reduced(a.dtype, precision)
+    if is_hopper(a.device):
+        fast = hopper.load("matmul")
+        if fast is not None and fast.supports(a, b, out, batch):
+            fast.matmul_tma(a, b, bias, out, pre, activation, reduced, batch)
+            return outputs
     config = _config(M, N, n_matrices, a.element_size(), _loads_are_wide(a) and _loads_are_wide(b), a.device)
     launch(
         _matmul_kernel,

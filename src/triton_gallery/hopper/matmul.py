@@ -1,7 +1,7 @@
-"""Matrix multiplication on Hopper: tiles come and go by TMA, and each program stays to compute one tile after another.
+"""Matrix multiplication for Hopper: tiles come and go by TMA, and a program computes one output tile after another.
 
-A tensor descriptor tells the tensor memory accelerator (TMA) where a matrix lies. One instruction then copies a whole tile
-into shared memory, in the order of bytes that the matrix unit reads, without a register or an address per element.
+A tensor descriptor tells the tensor memory accelerator (TMA) where a matrix lies. One instruction then copies a whole
+tile into shared memory, in the order of bytes that the matrix unit reads, with no register or address per element.
 """
 
 import torch
@@ -12,27 +12,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .._launch import launch, num_multiprocessors
 from ..matmul import _activate, _grouped_tile
 
-# Rows and columns of a tile, its warps and stages, and the share of the best tile's rate that it reaches. Small tiles read
-# their inputs more often, but let a small product occupy the whole GPU.
-_TILES = (
-    (128, 256, 8, 3, 1.0),
-    (128, 128, 8, 4, 0.85),
-    (64, 128, 4, 4, 0.65),
-    (64, 64, 4, 4, 0.4),
-)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@triton.jit(do_not_specialize=["M", "N", "K"])
+@triton.jit(do_not_specialize=["n_matrices", "M", "N", "K", "a_step", "b_step"])
 def _matmul_tma_kernel(
-    a_desc,  # (batch, M, K), or (batch, K, M) when A_TRANSPOSED
-    b_desc,  # (batch, K, N), or (batch, N, K) when B_TRANSPOSED
+    a_desc,  # (n_matrices or 1, M, K), or (..., K, M) when A_TRANSPOSED
+    b_desc,  # (n_matrices or 1, K, N), or (..., N, K) when B_TRANSPOSED
     bias_ptr,  # (N,) or None
-    out_desc,  # (batch, M, N)
+    out_desc,  # (n_matrices, M, N)
     pre_desc,  # like out, for the values before the activation, or None
     n_matrices,
     M,
     N,
     K,
+    a_step,  # 1, or 0 where one a serves the whole batch
+    b_step,
     stride_bias,
     A_TRANSPOSED: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
@@ -43,33 +38,144 @@ def _matmul_tma_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Program i owns output tiles i, i + programs, i + 2 * programs, ...: out = activation(a @ b + bias)."""
+    """Program i owns output tiles i, i + n_programs, i + 2 * n_programs, ...: out = activation(a @ b + bias)."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    n_steps = tl.cdiv(K, BLOCK_K)
-    # Flattened into one loop over all steps of all tiles, the next tile's first copies start under this one's epilogue.
-    for i in tl.range(tl.program_id(0), n_matrices * tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+    n_tiles = n_matrices * tiles_m * tiles_n
+    # Flattened into one loop over the steps of all tiles, so that the next tile's copies start during the epilogue.
+    for i in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), flatten=True):
         batch = i // (tiles_m * tiles_n)
         tile_m, tile_n = _grouped_tile(i % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         col = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(n_steps):
-            # What lies past the end of a matrix arrives as 0.
+        for k in range(0, K, BLOCK_K):
+            # What lies past the end of a matrix arrives as 0, which adds nothing.
             if A_TRANSPOSED:
-                a = a_desc.load([batch, step * BLOCK_K, row]).reshape(BLOCK_K, BLOCK_M).T
+                a = a_desc.load([batch * a_step, k, row]).reshape(BLOCK_K, BLOCK_M).T
             else:
-                a = a_desc.load([batch, row, step * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
+                a = a_desc.load([batch * a_step, row, k]).reshape(BLOCK_M, BLOCK_K)
             if B_TRANSPOSED:
-                b = b_desc.load([batch, col, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
+                b = b_desc.load([batch * b_step, col, k]).reshape(BLOCK_N, BLOCK_K).T
             else:
-                b = b_desc.load([batch, step * BLOCK_K, col]).reshape(BLOCK_K, BLOCK_N)
+                b = b_desc.load([batch * b_step, k, col]).reshape(BLOCK_K, BLOCK_N)
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=MAX_NUM_IMPRECISE_ACC)
-        if bias_ptr is not None:
-            cols = col + tl.arange(0, BLOCK_N)
-            bias = tl.load(bias_ptr + cols.to(tl.int64) * stride_bias, mask=cols < N, other=0.0)
-            acc += bias.to(tl.float32)[None, :]
-        if pre_desc is not None:
-            pre_desc.store([batch, row, col], acc.to(pre_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
-        out = _activate(acc, ACTIVATION)
-        out_desc.store([batch, row, col], out.to(out_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+
+        # The tile leaves in two halves: they need half the shared memory and, with an activation, fewer registers.
+        left, right = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+        for half in tl.static_range(2):
+            pre = left if half == 0 else right
+            first = col + half * (BLOCK_N // 2)
+            if bias_ptr is not None:
+                cols = first + tl.arange(0, BLOCK_N // 2)
+                bias = tl.load(bias_ptr + cols.to(tl.int64) * stride_bias, mask=cols < N, other=0.0)
+                pre += bias.to(tl.float32)[None, :]
+            if pre_desc is not None:
+                pre_desc.store([batch, row, first], pre.to(pre_desc.dtype).reshape(1, BLOCK_M, BLOCK_N // 2))
+            out = _activate(pre, ACTIVATION)
+            out_desc.store([batch, row, first], out.to(out_desc.dtype).reshape(1, BLOCK_M, BLOCK_N // 2))
+
+
+def _is_transposed(x: torch.Tensor) -> bool:
+    """Whether x is contiguous along its last dimension but one, and not along the last."""
+    return x.stride(-1) != 1 and x.stride(-2) == 1
+
+
+def _tma_can_address(x: torch.Tensor, batch_stride: int) -> bool:
+    """TMA wants one dimension contiguous, the other strides in steps of 16 bytes, and a start at such a step."""
+    inner, outer = (-2, -1) if _is_transposed(x) else (-1, -2)
+    return (
+        x.stride(inner) == 1
+        and x.stride(outer) >= x.shape[inner]
+        and all(stride * x.element_size() % 16 == 0 for stride in (x.stride(outer), batch_stride))
+        and x.data_ptr() % 16 == 0
+    )
+
+
+def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) -> bool:
+    """Whether the kernel can take these matrices, and they are large enough for it to pay.
+
+    `batch` is what `collapse` gives for the batch dimensions: their sizes, then the strides of a and of b.
+    """
+    sizes, strides = batch
+    if len(sizes) > 1:
+        return False
+    a_stride, b_stride = (stride[0] if sizes[0] > 1 else 0 for stride in strides)
+    M, N, K = *out.shape[-2:], a.shape[-1]
+    if a.dtype in _FLOAT8:
+        # The matrix unit reads float8 only along K.
+        fits = not _is_transposed(a) and _is_transposed(b)
+    else:
+        fits = a.dtype in (torch.float16, torch.bfloat16)
+    return (
+        fits
+        # Below this, building the descriptors costs more time than they save.
+        and min(M, N) >= 64
+        and sizes[0] * M * N * K >= 2**28
+        and _tma_can_address(a, a_stride)
+        and _tma_can_address(b, b_stride)
+        and N * out.element_size() % 16 == 0
+    )
+
+
+# Rows and columns of a tile, its warps and stages, and the share of the first tile's rate that it reaches: smaller
+# tiles read their inputs more often, but let a small product use the whole GPU.
+_TILES = ((128, 256, 8, 3, 1.0), (128, 128, 8, 4, 0.85), (64, 128, 4, 4, 0.65))
+
+
+def _config(M: int, N: int, n_matrices: int, partial_sums: bool, n_programs: int) -> dict[str, int]:
+    """The tile that takes the least time: the number of rounds until all tiles are done, times that of one."""
+
+    def time(tile):
+        block_m, block_n, _, _, rate = tile
+        rounds = triton.cdiv(n_matrices * triton.cdiv(M, block_m) * triton.cdiv(N, block_n), n_programs)
+        return rounds * block_m * block_n / rate
+
+    # A second accumulator for partial sums leaves no registers for the largest tile.
+    block_m, block_n, num_warps, num_stages, _ = min(_TILES[partial_sums:], key=time)
+    return dict(BLOCK_M=block_m, BLOCK_N=block_n, GROUP_M=8, num_warps=num_warps, num_stages=num_stages)
+
+
+def _descriptor(x: torch.Tensor, batch: int, stride: int, block: list[int], transposed: bool) -> TensorDescriptor:
+    inner, outer = (-2, -1) if transposed else (-1, -2)
+    # One matrix for all is a batch of one; the stride of a dimension of size 1 is checked but means nothing.
+    batch, stride = (batch, stride) if batch > 1 and stride > 0 else (1, 16)
+    shape = [batch, x.shape[outer], x.shape[inner]]
+    return TensorDescriptor(x, shape, [stride, x.stride(outer), 1], [1, *(block[::-1] if transposed else block)])
+
+
+def matmul_tma(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    pre: torch.Tensor | None,
+    activation: str | None,
+    reduced: bool,
+    batch: tuple,
+) -> None:
+    """Write the product of matrices that `supports` accepts to out, and the values before the activation to pre."""
+    (n_matrices,), ((a_stride,), (b_stride,)) = batch
+    M, N, K = *out.shape[-2:], a.shape[-1]
+    partial_sums = a.dtype in _FLOAT8 and not reduced
+    n_programs = num_multiprocessors(a.device)
+    config = _config(M, N, n_matrices, partial_sums, n_programs)
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], 128 // a.element_size()
+    a_transposed, b_transposed = _is_transposed(a), _is_transposed(b)
+    n_tiles = n_matrices * triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    launch(
+        _matmul_tma_kernel,
+        (min(n_programs, n_tiles),),
+        _descriptor(a, n_matrices, a_stride, [block_m, block_k], a_transposed),
+        _descriptor(b, n_matrices, b_stride, [block_k, block_n], b_transposed),
+        bias,
+        _descriptor(out, n_matrices, M * N, [block_m, block_n // 2], False),
+        None if pre is None else _descriptor(pre, n_matrices, M * N, [block_m, block_n // 2], False),
+        n_matrices, M, N, K, int(a_stride > 0), int(b_stride > 0), 0 if bias is None else bias.stride(0),
+        A_TRANSPOSED=a_transposed,
+        B_TRANSPOSED=b_transposed,
+        ACTIVATION=activation,
+        MAX_NUM_IMPRECISE_ACC=block_k if partial_sums else None,
+        BLOCK_K=block_k,
+        **config,
+    )  # fmt: skip
