@@ -214,8 +214,8 @@ def test_softmax_reaches_addresses_beyond_32_bits(path, device):
         memory = torch.empty(2**31 + 64, dtype=torch.float16, device=device)
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = True
-    # Rows far apart, or columns far apart.
-    x = memory.as_strided((2, 33), (2**31, 1)) if path != "strided" else memory.as_strided((33, 3), (1, 2**30))
+    # Rows far apart, or columns far apart, by a stride that itself fits into 32 bits.
+    x = memory.as_strided((33, 3), (1, 2**30)) if path == "strided" else memory.as_strided((3, 33), (2**30, 1))
     x.copy_(torch.randn(x.shape))
     check("softmax", x)
 
