@@ -307,6 +307,16 @@ def test_run_executes_a_kernel_defined_in_the_page(build):
     assert "[0.0, 2.0, 4.0, 6.0]" in text
 
 
+def test_run_compiled_is_another_process_without_the_interpreter(build):
+    asks = "import triton\n   x = 3\n   print('interpreted', triton.knobs.runtime.interpret)"
+    compiled = f".. run::\n   :compiled:\n\n   {asks}\n"
+    text, warnings = build(
+        f".. run::\n\n   x = 2\n\n{compiled}\n.. run::\n\n   from page import x\n   print('x is', x)\n", "run"
+    )
+    assert not warnings
+    assert "interpreted False" in text and "x is 2" in text
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
