@@ -283,14 +283,13 @@ def _attention_bwd_hopper_kernel(
 
 @triton.jit(do_not_specialize=["n_q_tiles", "n_heads", "seq_q"])
 def _attention_bwd_hopper_prepare_kernel(
-    out_ptr,  # (batch, n_heads, seq_q, head_dim), contiguous
+    out_ptr,  # (batch, n_heads, seq_q, head_dim)
     dout_ptr,  # (batch, n_heads, seq_q, head_dim)
     lse_ptr,  # (batch, n_heads, seq_q)
     stats_ptr,  # (batch * n_heads * n_q_tiles, 2, 64)
     dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, head_dim)
-    dout_batch_stride,
-    dout_head_stride,
-    dout_row_stride,
+    out_strides,  # of batch, head and row
+    dout_strides,
     n_q_tiles,
     n_heads,
     seq_q,
@@ -303,27 +302,30 @@ def _attention_bwd_hopper_prepare_kernel(
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     head = tile // n_q_tiles
     rows = (tile % n_q_tiles) * 64 + tl.arange(0, 64)
-    cols = tl.arange(0, HEAD_DIM)
+    cols = tl.arange(0, HEAD_DIM)[None, :]
     row_mask = rows < seq_q
-    mask = row_mask[:, None]
-    out = tl.load(out_ptr + (head * seq_q + rows)[:, None] * HEAD_DIM + cols[None, :], mask=mask, other=0.0)
-    dout_ptr += (head // n_heads) * dout_batch_stride + (head % n_heads) * dout_head_stride
-    dout = tl.load(dout_ptr + rows[:, None] * dout_row_stride + cols[None, :], mask=mask, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), axis=1)
+    b = head // n_heads
+    h = head % n_heads
+    out_ptrs = out_ptr + b * out_strides[0] + h * out_strides[1] + rows[:, None] * out_strides[2] + cols
+    dout_ptrs = dout_ptr + b * dout_strides[0] + h * dout_strides[1] + rows[:, None] * dout_strides[2] + cols
+    out = tl.load(out_ptrs, mask=row_mask[:, None], other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptrs, mask=row_mask[:, None], other=0.0).to(tl.float32)
     # Rows past the end get lse = +inf, so that their probabilities are exp2(−inf) = 0.
     lse = tl.load(lse_ptr + head * seq_q + rows, mask=row_mask, other=float("inf"))
     stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)
     tl.store(stats_ptrs, lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
-    tl.store(stats_ptrs + 64, delta)
-    dq_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * HEAD_DIM + cols[None, :]
-    tl.store(dq_ptrs, tl.zeros((64, HEAD_DIM), tl.float32))
+    tl.store(stats_ptrs + 64, tl.sum(out * dout, axis=1))
+    dq_sum_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * HEAD_DIM + cols
+    tl.store(dq_sum_ptrs, tl.zeros((64, HEAD_DIM), tl.float32))
 
 
-@triton.jit(do_not_specialize=["n_q_tiles", "seq_q"])
+@triton.jit(do_not_specialize=["n_q_tiles", "n_heads", "seq_q"])
 def _attention_bwd_hopper_finish_kernel(
     dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, head_dim), float32
-    dq_ptr,  # (batch, n_heads, seq_q, head_dim), contiguous
+    dq_ptr,  # (batch, n_heads, seq_q, head_dim)
+    dq_strides,  # of batch, head and row
     n_q_tiles,
+    n_heads,
     seq_q,
     HEAD_DIM: tl.constexpr,
 ):
@@ -331,9 +333,10 @@ def _attention_bwd_hopper_finish_kernel(
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     head = tile // n_q_tiles
     rows = (tile % n_q_tiles) * 64 + tl.arange(0, 64)
-    cols = tl.arange(0, HEAD_DIM)
-    dq = tl.load(dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * HEAD_DIM + cols[None, :])
-    dq_ptrs = dq_ptr + (head * seq_q + rows)[:, None] * HEAD_DIM + cols[None, :]
+    cols = tl.arange(0, HEAD_DIM)[None, :]
+    dq = tl.load(dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * HEAD_DIM + cols)
+    head_ptr = dq_ptr + (head // n_heads) * dq_strides[0] + (head % n_heads) * dq_strides[1]
+    dq_ptrs = head_ptr + rows[:, None] * dq_strides[2] + cols
     tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=(rows < seq_q)[:, None])
 
 
@@ -344,16 +347,20 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
     is_causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dQ, dK and dV for inputs that `supports` accepts.
+) -> None:
+    """Fill dQ, dK and dV, for inputs that `attention_forward.supports` accepts.
 
     There must be as many key as query heads and, under a causal mask, no more keys than queries.
 
     Args:
         dout: gradient of the output; copied when TMA cannot address it.
-        out, lse: what the forward returned: contiguous output, float32 natural logsumexp.
+        out, lse: what the forward computed.
+        dq, dk, dv: the gradients' memory; rows of head_dim contiguous numbers.
     """
     batch, n_heads, seq_q, head_dim = q.shape
     seq_kv = k.shape[2]
@@ -363,12 +370,13 @@ def backward(
     n_q_tiles = 2 * triton.cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = triton.cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     stats = torch.empty((n_tiles * 2, QUERIES_PER_TILE), device=q.device, dtype=torch.float32)
     dq_sum = torch.empty((n_tiles * QUERIES_PER_TILE, head_dim), device=q.device, dtype=torch.float32)
     launch(
-        _attention_bwd_hopper_prepare_kernel, (n_tiles,), out, dout, lse, stats, dq_sum, *dout.stride()[:3], n_q_tiles,
-        n_heads, seq_q, HEAD_DIM=head_dim, num_warps=4,
+        _attention_bwd_hopper_prepare_kernel,
+        (n_tiles,),
+        out, dout, lse, stats, dq_sum, out.stride()[:3], dout.stride()[:3], n_q_tiles, n_heads, seq_q,
+        HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
     launch(
         _attention_bwd_hopper_kernel,
@@ -387,6 +395,7 @@ def backward(
         HEAD_DIM=head_dim, STAGES=2, IS_CAUSAL=is_causal, EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
     )  # fmt: skip
     launch(
-        _attention_bwd_hopper_finish_kernel, (n_tiles,), dq_sum, dq, n_q_tiles, seq_q, HEAD_DIM=head_dim, num_warps=4
-    )
-    return dq, dk, dv
+        _attention_bwd_hopper_finish_kernel,
+        (n_tiles,),
+        dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, num_warps=4,
+    )  # fmt: skip

@@ -410,9 +410,15 @@ def _attention_fwd_hopper_kernel(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and float32 logsumexp of inputs that `supports` accepts; a causal mask is aligned top-left."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> None:
+    """Fill `out` and its float32 logsumexp, for inputs that `supports` accepts; a causal mask is aligned top-left."""
     batch, n_heads, seq_q, head_dim = q.shape
     n_kv_heads, seq_kv = k.shape[1:3]
     block_m = 64
@@ -422,8 +428,6 @@ def forward(
     n_consumers = 3 if head_dim == 64 and even_kv and not (is_causal and seq_q < 2048) else 2
     rows = block_m * n_consumers
     schedule = _schedule(triton.cdiv(seq_q, rows), batch * n_heads, rows, seq_kv, head_dim, is_causal, q.device)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty((batch, n_heads, seq_q), device=q.device, dtype=torch.float32)
     launch(
         _attention_fwd_hopper_kernel,
         (schedule.shape[0],),
@@ -435,4 +439,3 @@ def forward(
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, HEAD_DIM=head_dim, NUM_CONSUMERS=n_consumers, STAGES=2, IS_CAUSAL=is_causal,
         EVEN_KV=even_kv, REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
     )  # fmt: skip
-    return out, lse
