@@ -111,11 +111,10 @@ def test_dropout_compares_all_32_bits(p, device):
 
 def test_dropout_keeps_a_draw_equal_to_p(device):
     words = draws(1, np.arange(64))
-    for i in (0, 1, 2, 3, 63):
-        out = tg.dropout(torch.ones(64, device=device), int(words[i]) / 2**32, seed=1)
-        assert kept(out)[i]
-        out = tg.dropout(torch.ones(64, device=device), (int(words[i]) + 1) / 2**32, seed=1)
-        assert not kept(out)[i]
+    for x in (torch.ones(64, device=device), torch.ones(8, 8, device=device).t()):
+        for i in (0, 1, 2, 3, 63):
+            assert kept(tg.dropout(x, int(words[i]) / 2**32, seed=1)).reshape(-1)[i]
+            assert not kept(tg.dropout(x, (int(words[i]) + 1) / 2**32, seed=1)).reshape(-1)[i]
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)])
@@ -219,12 +218,12 @@ def test_dropout_writes_nothing_else(device):
 def test_dropout_reaches_addresses_beyond_32_bits(device):
     torch.utils.deterministic.fill_uninitialized_memory = False  # the gigabytes between the rows are never touched
     try:
-        x = torch.empty(2**31 + 64, dtype=torch.float16, device=device).as_strided((2, 33), (2**31, 1))
+        x = torch.empty(3 * 2**30 + 64, dtype=torch.float16, device=device).as_strided((4, 33), (2**30, 1))
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = True
-    x.copy_(torch.randn(2, 33))
+    x.copy_(torch.randn(4, 33))
     out = tg.dropout(x, 0.5, seed=1)
-    assert torch.equal(out, torch.where(expected_mask((2, 33), 0.5, 1, device), x * 2, 0))
+    assert torch.equal(out, torch.where(expected_mask((4, 33), 0.5, 1, device), x * 2, 0))
 
 
 # --- values ---

@@ -21,7 +21,8 @@ def random(shape, dtype):
     if dtype.is_floating_point:
         return torch.randn(shape, device=DEVICE).to(dtype)
     shape = (shape,) if isinstance(shape, int) else shape
-    return torch.randint(0, 2 if dtype == torch.bool else 100, shape, device=DEVICE).to(dtype)
+    low, high = (0, 2) if dtype == torch.bool else (0, 200) if dtype == torch.uint8 else (-100, 100)
+    return torch.randint(low, high, shape, device=DEVICE).to(dtype)
 
 
 def assert_matches_torch(x, y, **alpha):
@@ -122,11 +123,11 @@ def test_add_lays_its_output_out_as_torch(name):
 def test_add_reaches_addresses_beyond_32_bits():
     torch.utils.deterministic.fill_uninitialized_memory = False  # the gigabytes between the rows are never touched
     try:
-        x = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE).as_strided((2, 33), (2**31, 1))
+        x = torch.empty(3 * 2**30 + 64, dtype=torch.float16, device=DEVICE).as_strided((4, 33), (2**30, 1))
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = True
-    x.copy_(torch.randn(2, 33))
-    y = random((2, 33), torch.float16)
+    x.copy_(torch.randn(4, 33))
+    y = random((4, 33), torch.float16)
     assert torch.equal(tg.add(x, y), x + y)
     assert torch.equal(tg.add(y, x, alpha=2), y + 2 * x)
 
@@ -182,6 +183,14 @@ def test_add_of_a_number_follows_the_default_dtype():
 @pytest.mark.parametrize("alpha", [0, 1, 2, -1, 0.1, 1e-3, 1000, math.inf, math.nan], ids=str)
 def test_add_scales_by_alpha(alpha, dtype):
     assert_matches_torch(random(50, dtype), random(50, dtype), alpha=alpha)
+
+
+def test_add_keeps_every_digit_of_a_number():
+    # float16 rounds 0.1 down far enough that three times the rounded number is not the float16 next to 0.3.
+    x = torch.zeros(3, dtype=torch.float16, device=DEVICE)
+    assert torch.equal(tg.add(x, 0.1, alpha=3), torch.full_like(x, 0.3))
+    x = torch.zeros(3, dtype=torch.float64, device=DEVICE)
+    assert tg.add(x, 0.1).tolist() == [0.1] * 3
 
 
 def test_add_keeps_every_digit_of_alpha():
