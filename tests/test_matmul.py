@@ -182,7 +182,6 @@ def test_matmul_writes_nothing_beyond_the_end():
         grid = (triton.cdiv(33, block_m) * triton.cdiv(18, block_n),)
         launch(
             _matmul_kernel, grid, a, b, None, out, None, 33, 18, 20, 20, 1, 18, 1, 0, (1,), (0,), (0,),
-            ALIGN_M=1, EVEN_K=False, ACTIVATION=None, INPUT_PRECISION="ieee", MAX_NUM_IMPRECISE_ACC=None,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=16, GROUP_M=2,
         )  # fmt: skip
         torch.testing.assert_close(out, a @ b)

@@ -65,15 +65,15 @@ def _matmul_kernel(
     batch_shape,  # sizes of the batch dimensions, innermost first
     a_batch_strides,
     b_batch_strides,
-    ALIGN_M: tl.constexpr,  # M is a multiple of this
-    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
-    ACTIVATION: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    MAX_NUM_IMPRECISE_ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr = False,  # K is a multiple of BLOCK_K
+    ALIGN_M: tl.constexpr = 1,  # M is a multiple of this
+    ACTIVATION: tl.constexpr = None,
+    INPUT_PRECISION: tl.constexpr = "ieee",
+    MAX_NUM_IMPRECISE_ACC: tl.constexpr = None,
 ):
     """Program i owns one BLOCK_M × BLOCK_N tile of one matrix of the batch: out = activation(a @ b + bias)."""
     ACC_DTYPE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -219,14 +219,14 @@ def _matmul(
         (n_matrices * triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),),
         a, b, bias, out, pre, M, N, K, *a.stride()[-2:], *b.stride()[-2:], 0 if bias is None else bias.stride(0),
         batch[0], *batch[1],
+        **config,
+        EVEN_K=K % config["BLOCK_K"] == 0,
         # Only where a runs along M do wide loads need to know that M is a multiple of 16.
         ALIGN_M=16 if a.stride(-2) == 1 and M % 16 == 0 else 1,
-        EVEN_K=K % config["BLOCK_K"] == 0,
         ACTIVATION=activation,
         INPUT_PRECISION="tf32" if reduced and a.dtype == torch.float32 and not is_amd(a.device) else "ieee",
         # Hopper's matrix unit keeps sums of float8 products in fewer than 24 bits: add those of each block in float32.
         MAX_NUM_IMPRECISE_ACC=config["BLOCK_K"] if a.dtype in _FLOAT8 and not reduced else None,
-        **config,
     )  # fmt: skip
     return outputs
 

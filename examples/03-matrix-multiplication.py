@@ -1,0 +1,571 @@
+"""
+Matrix multiplication
+=====================
+
+We multiply matrices tile by tile, choose the order of the tiles, and let the epilogue ride along for free.
+
+You will learn:
+
+- why a matrix product can be limited by arithmetic where an addition is limited by memory
+- what a tile buys, and how large it has to be
+- why the order in which tiles are computed decides what the L2 cache is good for
+- how to fuse a bias and an activation, and what that saves
+"""
+
+# %%
+# The same start as on every page
+# -------------------------------
+
+import torch
+import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+# %%
+# A product has work to share
+# ---------------------------
+#
+# For :math:`A` of shape :math:`M \times K` and :math:`B` of shape :math:`K \times N` we want
+#
+# .. math:: C_{mn} = \sum_{k=0}^{K-1} A_{mk} B_{kn}
+#
+# Let us count. Each of the :math:`M N` results takes :math:`K` multiplications and :math:`K` additions. Each number of
+# the three matrices has to cross the memory bus once, at :math:`s` bytes:
+#
+# .. math::
+#    \text{operations} = 2 M N K \qquad \text{bytes} \ge s \, (M K + K N + M N)
+#
+# The quotient of the two is the *arithmetic intensity*, in operations per byte. An addition of two vectors has an
+# intensity of 1/12 in float32, whatever the length. A product of square matrices has :math:`2 n^3 / 3 s n^2`, which
+# grows with :math:`n`:
+
+for n in (64, 256, 1024, 4096):
+    print(f"{n:5}³: {2 * n**3 / (3 * 2 * n * n):7.1f} operations per byte in float16")
+
+# %%
+# A GPU's own quotient, its peak rate of arithmetic divided by its bandwidth, is between one and several hundred
+# operations per byte for the matrix units of today. Below it, memory sets the time, and above it arithmetic does. The
+# *roofline* is this sentence as a formula:
+#
+# .. math:: \text{rate} \le \min(\text{peak}, \ \text{intensity} \times \text{bandwidth})
+#
+# So a product of large matrices *can* run at the peak. It does so if the bytes really cross the bus about once, and
+# this is what the page is about. The formula :math:`C_{mn}` taken at its word reads a row of :math:`A` and a column of
+# :math:`B` for each result: :math:`2 K s` bytes for :math:`2 K` operations, an intensity of :math:`1 / s`, worse than
+# half an operation per byte in float16.
+
+# %%
+# A tile pays for its rows and columns once
+# -----------------------------------------
+#
+# The way out is to compute many results from the same rows and columns. A *tile* of :math:`B_M \times B_N` results
+# needs :math:`B_M` rows of :math:`A` and :math:`B_N` columns of :math:`B`:
+#
+# .. math::
+#    \text{intensity} = \frac{2 B_M B_N K}{s \, (B_M + B_N) \, K} = \frac{2}{s} \cdot \frac{B_M B_N}{B_M + B_N}
+#
+# It grows with the side of the tile, and :math:`K` cancels: the rows and columns may be as long as they like.
+
+for block_m, block_n in ((1, 1), (16, 16), (64, 64), (128, 128), (128, 256)):
+    intensity = 2 / 2 * block_m * block_n / (block_m + block_n)
+    print(f"tile {block_m:3} × {block_n:3}: {intensity:5.1f} operations per byte in float16")
+
+# %%
+# The rows and columns do not fit on the chip, and need not: we walk along :math:`K` in steps and add up. Only the sums
+# stay, in registers, until the tile is done. In Python:
+
+
+def matmul_in_tiles(a, b, block_m, block_n, block_k):
+    (M, K), N = a.shape, b.shape[1]
+    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    for m in range(0, M, block_m):  # on the GPU, these two loops are the launch grid
+        for n in range(0, N, block_n):
+            acc = 0
+            for k in range(0, K, block_k):
+                acc = acc + a[m : m + block_m, k : k + block_k] @ b[k : k + block_k, n : n + block_n]
+            out[m : m + block_m, n : n + block_n] = acc
+    return out
+
+
+a, b = torch.randn(30, 50, device=DEVICE), torch.randn(50, 20, device=DEVICE)
+torch.testing.assert_close(matmul_in_tiles(a, b, 16, 16, 32), a @ b)
+
+# %%
+# First rung: one tile, all of K at once
+# --------------------------------------
+#
+# We climb to the library's kernel in three steps. The first one has no loop at all. A program loads its rows and its
+# columns whole and multiplies them with `tl.dot`, which is what reaches the matrix unit. Two blocks of indices, one
+# turned into a column by `[:, None]` and one into a row by `[None, :]`, make a two-dimensional block of addresses:
+# element :math:`(m, k)` of a matrix lies at its first element plus :math:`m` times the row stride plus :math:`k`.
+
+
+@triton.jit
+def whole_k_kernel(a_ptr, b_ptr, out_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)  # all of them: BLOCK_K >= K
+    a_mask, b_mask = (rows[:, None] < M) & (ks[None, :] < K), (ks[:, None] < K) & (cols[None, :] < N)
+    a = tl.load(a_ptr + rows[:, None] * K + ks[None, :], mask=a_mask, other=0.0)
+    b = tl.load(b_ptr + ks[:, None] * N + cols[None, :], mask=b_mask, other=0.0)
+    out_mask = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(out_ptr + rows[:, None] * N + cols[None, :], tl.dot(a, b), mask=out_mask)
+
+
+def whole_k_matmul(a, b):
+    (M, K), N = a.shape, b.shape[1]
+    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    grid = (triton.cdiv(M, 32), triton.cdiv(N, 32))
+    whole_k_kernel[grid](a, b, out, M, N, K, BLOCK_M=32, BLOCK_N=32, BLOCK_K=triton.next_power_of_2(K))
+    return out
+
+
+a, b = torch.randn(70, 50, device=DEVICE).half(), torch.randn(50, 90, device=DEVICE).half()
+torch.testing.assert_close(whole_k_matmul(a, b), a @ b)
+
+# %%
+# Masked lanes reach the product, so `other=0.0` matters here: a zero adds nothing to a sum. The kernel is right, and it
+# stops working at some :math:`K`, when a program's rows and columns no longer fit into the chip's shared memory. It
+# also compiles again for each power of two.
+
+# %%
+# Second rung: walk along K
+# -------------------------
+#
+# With the loop from the Python version, the memory a program needs does not depend on :math:`K` any more. The blocks
+# of addresses move on by one step in each round. The sums are float32 although the inputs are float16: a sum of
+# thousands of products needs the digits. They are rounded once, at the end.
+
+
+@triton.jit
+def tiled_kernel(a_ptr, b_ptr, out_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    rows = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)  # row by row: tile i is in row i // tiles_n
+    cols = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + rows[:, None] * K + ks[None, :]
+    b_ptrs = b_ptr + ks[:, None] * N + cols[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0.0)
+        b = tl.load(b_ptrs, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0.0)
+        acc = tl.dot(a, b, acc)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * N
+    out_mask = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(out_ptr + rows[:, None] * N + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+def tiled_matmul(a, b):
+    (M, K), N = a.shape, b.shape[1]
+    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    grid = (triton.cdiv(M, 32) * triton.cdiv(N, 32),)
+    tiled_kernel[grid](a, b, out, M, N, K, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32)
+    return out
+
+
+torch.testing.assert_close(tiled_matmul(a, b), a @ b)
+
+# %%
+# Programs are neighbours in time
+# -------------------------------
+#
+# Even the largest tile of the list above stays below the intensity that a matrix unit asks of the memory. What closes
+# the gap is the L2 cache. Two programs in the same row of tiles read the same rows of :math:`A`; if they run at the
+# same time, the second one finds them in L2. Programs start in the order of their numbers, as many at a time as the GPU
+# has room for. So the map from number to tile decides what the running programs have in common, and we are free to
+# choose it.
+#
+# The tiled kernel goes row by row. A *grouped* order goes down a few rows of tiles before it moves one column to the
+# right. This is the map that the library uses:
+
+# quote: triton_gallery.matmul._grouped_tile
+
+# %%
+# We count what each order needs, first for 12 × 12 tiles of which 16 are computed at a time. Every row of tiles among
+# the 16 needs a strip of :math:`A`, and every column a strip of :math:`B`.
+
+
+@triton.jit
+def order_kernel(tile_m_ptr, tile_n_ptr, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    i = tl.program_id(0)
+    tile_m, tile_n = _grouped_tile(i, tiles_m, tiles_n, GROUP_M)
+    tl.store(tile_m_ptr + i, tile_m)
+    tl.store(tile_n_ptr + i, tile_n)
+
+
+def order(tiles_m, tiles_n, group):
+    tile_m, tile_n = torch.empty(2, tiles_m * tiles_n, dtype=torch.int32, device=DEVICE)
+    order_kernel[(tiles_m * tiles_n,)](tile_m, tile_n, tiles_m, tiles_n, GROUP_M=group)
+    return list(zip(tile_m.tolist(), tile_n.tolist(), strict=True))
+
+
+def strips(tiles):
+    return len({m for m, _ in tiles}), len({n for _, n in tiles})
+
+
+orders = {"row by row": order(12, 12, 1), "in groups of 4 rows": order(12, 12, 4)}
+for name, tiles in orders.items():
+    of_a, of_b = strips(tiles[:16])
+    print(f"{name}: the first 16 tiles need {of_a} strips of A and {of_b} of B, {of_a + of_b} together")
+
+# %%
+# Both orders have 16 results to show for it. The closer the running tiles are to a square, the fewer strips they need,
+# as with a single tile: the group is a tile of tiles, and L2 is its memory.
+
+import matplotlib.pyplot as plt
+
+figure, axes = plt.subplots(1, 2, figsize=(9.5, 5.2), layout="constrained")
+figure.suptitle("The order of 12 × 12 tiles; the 16 that are computed first are orange")
+for (name, tiles), plot in zip(orders.items(), axes, strict=True):
+    for i, (m, n) in enumerate(tiles):
+        color = "#E69F00" if i < 16 else "#BBD9EC"
+        plot.add_patch(plt.Rectangle((n, m), 1, 1, facecolor=color, edgecolor="white", linewidth=2))
+        plot.text(n + 0.5, m + 0.5, str(i), ha="center", va="center", color="black", fontsize="small")
+    of_a, of_b = strips(tiles[:16])
+    plot.set(title=f"{name}: {of_a} + {of_b} strips", xlim=(0, 12), ylim=(12, 0), aspect="equal")
+    plot.set(xlabel="column of tiles (strip of B)", ylabel="row of tiles (strip of A)")
+    plot.set_xticks([n + 0.5 for n in range(12)], range(12))
+    plot.set_yticks([m + 0.5 for m in range(12)], range(12))
+plt.show()
+
+# %%
+# The same count for a GPU with 132 multiprocessors and 32 × 32 tiles, in the groups of 8 rows that the library uses:
+
+for group in (1, 8):
+    of_a, of_b = strips(order(32, 32, group)[:132])
+    print(f"groups of {group}: {of_a} + {of_b} = {of_a + of_b} strips for 132 tiles")
+
+# %%
+# The kernel that the library runs
+# --------------------------------
+#
+# The third rung is the kernel that `triton_gallery.matmul` launches on every GPU. It adds what a library needs: any
+# strides, a batch, 64-bit offsets, a bias and an activation. The loop in its middle is still ours.
+
+# quote: triton_gallery.matmul._activate
+# quote: triton_gallery.matmul._matmul_kernel
+
+# %%
+# Launched on two matrices, without the extras:
+
+
+def my_matmul(a, b):
+    (M, K), N = a.shape, b.shape[1]
+    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    grid = (triton.cdiv(M, 64) * triton.cdiv(N, 64),)
+    sizes, blocks = (M, N, K, *a.stride(), *b.stride()), dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8)
+    _matmul_kernel[grid](a, b, None, out, None, *sizes, 0, (1,), (0,), (0,), **blocks, EVEN_K=K % 32 == 0)
+    return out
+
+
+# %%
+# What the hard lines are for
+# ---------------------------
+#
+# - `tl.program_id(0) % (tiles_m * tiles_n)` is the tile, and the quotient the number of the matrix in the batch. A
+#   batch has any number of dimensions, each with its own stride, so `batch_shape` is a tuple: the loop over it is
+#   unrolled when the kernel is compiled, as often as the tuple is long. A stride of 0 repeats a matrix without copying
+#   it.
+# - `rows % M` replaces a mask. The last tiles reach past the end, and their surplus rows wrap round to rows that
+#   exist: the loads are valid, the products are computed and thrown away by the mask of the store. In the loop, where
+#   the time goes, nothing is left to check.
+# - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
+#   that addresses follow each other, and a remainder hides that. If :math:`M` is a multiple of 16, runs of 16 stay
+#   whole.
+# - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
+# - `acc = tl.dot(a, b, acc, ...)` adds onto the sums in place. `INPUT_PRECISION` is about float32 alone: "ieee"
+#   multiplies it as it is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs
+#   to 10 bits of mantissa first.
+# - The loop has no barrier and no mention of shared memory. The compiler puts `num_stages` tiles there in advance, so
+#   that the copies for the next rounds are under way while the matrix unit works on this one.
+# - `offs_k`, the rows and the batch are 64-bit numbers before they meet a stride, because a matrix may have more than
+#   :math:`2^{31}` elements.
+
+# %%
+# It agrees with torch on an awkward shape
+# ----------------------------------------
+#
+# No side is a multiple of anything useful, so every kind of edge occurs. Then the same with a matrix that lies
+# transposed in memory, which costs nothing but other strides.
+
+a, b = torch.randn(257, 131, device=DEVICE).half(), torch.randn(131, 190, device=DEVICE).half()
+torch.testing.assert_close(my_matmul(a, b), a @ b)
+torch.testing.assert_close(my_matmul(b.T, a.T), (a @ b).T)
+error = (my_matmul(a, b).double() - a.double() @ b.double()).abs().max().item()
+print(f"largest error {error:.1e}, next to half of the last digit of the largest result:", end=" ")
+print(f"{(a @ b).abs().max().log2().floor().exp2().item() * 2**-11:.1e}")
+
+# %%
+# From a kernel to a function
+# ---------------------------
+#
+# `triton_gallery.matmul` takes what `torch.matmul` takes: vectors, batches that broadcast, any strides, sizes of zero.
+# It chooses the tile from the shape. And it is differentiable, for which there is nothing new to write. With
+# :math:`G` for the gradient that arrives,
+#
+# .. math:: \frac{\partial L}{\partial A} = G B^{\mathsf T} \qquad \frac{\partial L}{\partial B} = A^{\mathsf T} G
+#
+# which are products again, of transposed matrices. The kernel reads those by their strides; nothing is copied.
+
+weights = torch.randn(48, 40, device=DEVICE, requires_grad=True)
+bias = torch.randn(40, device=DEVICE, requires_grad=True)
+x = torch.randn(2, 9, 48, device=DEVICE, requires_grad=True)
+
+out = tg.matmul(x, weights, bias=bias, activation="gelu")
+expected = torch.nn.functional.gelu(x @ weights + bias)
+torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+gradients = torch.autograd.grad(out.sum(), (x, weights, bias))
+for ours, torchs in zip(gradients, torch.autograd.grad(expected.sum(), (x, weights, bias)), strict=True):
+    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+
+try:
+    tg.matmul(x, weights, activation="swish")
+except ValueError as error:
+    print("ValueError:", error)
+
+# %%
+# The bias and the activation were part of the same launch: the *epilogue*. When the loop ends, the sums are in
+# registers and in float32. An addition and a function of each are a few instructions there. As separate operations
+# they would read and write all of :math:`C` twice more, and round it twice more:
+
+
+def count_bytes(M, N, K, s=2):
+    product = s * (M * K + K * N + M * N)
+    return product, product + 2 * (2 * s * M * N)
+
+
+for shape in ((4096, 4096, 4096), (4096, 4096, 512)):
+    fused, separate = count_bytes(*shape)
+    print(f"{shape}: fused {fused / 2**20:.0f} MiB, separate {separate / 2**20:.0f} MiB, {separate / fused:.2f}×")
+
+# %%
+# For large :math:`K` the product hides part of this, since it is limited by arithmetic; the separate operations are
+# limited by memory, and their time comes on top.
+
+# %%
+# On Hopper, tiles travel by themselves
+# -------------------------------------
+#
+# In the kernel above each thread computes addresses and issues copies. NVIDIA's Hopper has an engine for that, the
+# *tensor memory accelerator*. A *tensor descriptor* tells it once where a matrix lies, how large it is and which box
+# is wanted; then one instruction fetches a whole tile, and what lies past the end of the matrix arrives as zeros. No
+# address, no mask, no register for either. Where strides allow it (multiples of 16 bytes) and the product is large
+# enough, the library takes this second kernel:
+
+# quote: triton_gallery.hopper.matmul._matmul_tma_kernel
+
+# %%
+# Two things are new besides the descriptors. The kernel is *persistent*: we launch as many programs as there are
+# multiprocessors, and each computes one tile after another, so that the start of a tile overlaps the end of the one
+# before. And the epilogue splits the tile into halves, because a whole one would not leave enough shared memory for
+# the copies under way. It runs here, too:
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+a, b = torch.randn(1, 200, 128, device=DEVICE).half(), torch.randn(1, 128, 192, device=DEVICE).half()
+out = torch.empty(1, 200, 192, dtype=a.dtype, device=DEVICE)
+boxes = ((a, [1, 64, 64]), (b, [1, 64, 128]), (out, [1, 64, 64]))
+a_desc, b_desc, out_desc = (TensorDescriptor(x, list(x.shape), list(x.stride()), box) for x, box in boxes)
+_matmul_tma_kernel[(4,)](
+    a_desc, b_desc, None, out_desc, None, 1, 200, 192, 128, 1, 1, 0,
+    A_TRANSPOSED=False, B_TRANSPOSED=False, ACTIVATION=None, MAX_NUM_IMPRECISE_ACC=None,
+    BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, GROUP_M=8,
+)  # fmt: skip
+torch.testing.assert_close(out, a @ b)
+
+# %%
+# How close to the matrix unit's limit?
+# -------------------------------------
+#
+# We measure square products and count :math:`2 n^3` operations. The peer is torch, which calls the vendor's library
+# (cuBLAS on NVIDIA's GPUs), tuned for each shape over many years. `torch.compile` would call the same library and is
+# left out. Large products draw so much power that the GPU lowers its clock, and what ran a moment ago matters: each
+# provider is measured in three rounds, in alternating order. Inputs are random, since zeros would need less power.
+#
+# In float8, torch offers `torch._scaled_mm`, whose sums are as exact as ours by default; its scales are 1 here.
+
+from functools import partial
+
+
+def sweep(dtype, name):
+    @tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["n"],
+            x_vals=[256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", "torch"],
+            line_names=["triton_gallery", "torch._scaled_mm" if name == "fp8" else "torch"],
+            xlabel="rows and columns of each matrix",
+            ylabel="TFLOP/s",
+            plot_name=f"matmul-{name}",
+            args={"dtype": dtype},
+        ),
+        title=f"Product of two square matrices, {str(dtype).removeprefix('torch.')}",
+        limit=f"matmul-{name}",
+        rounds=3,
+    )
+    def bench_matmul(n, dtype, provider):
+        a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.float16).to(dtype) for _ in "ab")
+        torch_matmul = torch.matmul
+        if dtype == torch.float8_e4m3fn:
+            b = b.T  # the matrix unit reads float8 only along K
+            one = torch.ones((), device=DEVICE)
+            torch_matmul = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        multiply = {"triton_gallery": tg.matmul, "torch": torch_matmul}[provider]
+        return tg.benchmark.tflops(2 * n**3, tg.benchmark.measure(lambda: multiply(a, b)))
+
+    return bench_matmul.run()
+
+
+report_fp16 = sweep(torch.float16, "fp16")
+report_bf16 = sweep(torch.bfloat16, "bf16")
+report_fp8 = sweep(torch.float8_e4m3fn, "fp8")
+
+# %%
+
+report_fp16.plot()
+
+# %%
+
+report_fp16
+
+# %%
+
+report_bf16.plot()
+
+# %%
+
+report_bf16
+
+# %%
+
+report_fp8.plot()
+
+# %%
+
+report_fp8
+
+# %%
+# What the compiler made of it
+# ----------------------------
+#
+# For each GPU the same source becomes different instructions: `mma.sync`, in which a warp multiplies, on Ampere;
+# `wgmma`, in which four warps multiply straight out of shared memory, on Hopper; `tcgen05`, with sums in a memory of
+# their own, on Blackwell; and `mfma` on AMD's. On Hopper this shape takes the second kernel.
+
+n = 4096
+a, b = torch.empty(2, n, n, dtype=torch.float16, device="meta")
+tg.codegen.inspect(tg.matmul, a, b)
+
+# %%
+# The sums fill the registers: 128 × 256 of them in float32, over 256 threads, are 128 registers for each, half of what
+# a thread can have. This is why a tile cannot grow for ever. Nothing is spilled to memory.
+
+# %%
+# What we saw
+# -----------
+
+for report in (report_fp16, report_bf16, report_fp8):
+    print(report.summary())
+
+# %%
+# Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred
+# multiprocessors, and each walks along :math:`K` in a handful of steps. In the middle, the steps in the curve are
+# *waves*. When 132 multiprocessors have 144 tiles to compute, 120 of them wait in the second round for the other 12.
+# The choice of tile works against that, and cannot always win. Large products are limited by the matrix unit and, on
+# top of that, by the power it may draw: there is little left to gain, and a good kernel and a very good library meet.
+
+# %%
+# Break it: forget the short group
+# --------------------------------
+#
+# The order of tiles has one line that looks unnecessary: the minimum. When the rows of tiles are no multiple of the
+# group, the last group is shorter. Let us leave that out.
+
+
+@triton.jit
+def unclamped_tile(i, tiles_n, GROUP_M: tl.constexpr):
+    group = i // (GROUP_M * tiles_n)
+    within = i % (GROUP_M * tiles_n)
+    return group * GROUP_M + within % GROUP_M, within // GROUP_M
+
+
+@triton.jit
+def unclamped_kernel(a_ptr, b_ptr, out_ptr, M, N, K, BLOCK: tl.constexpr, GROUP_M: tl.constexpr):
+    tile_m, tile_n = unclamped_tile(tl.program_id(0), tl.cdiv(N, BLOCK), GROUP_M)
+    rows, cols = tile_m * BLOCK + tl.arange(0, BLOCK), tile_n * BLOCK + tl.arange(0, BLOCK)
+    ks = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for k in range(0, K, BLOCK):
+        a_mask, b_mask = (rows[:, None] < M) & (ks[None, :] < K - k), (ks[:, None] < K - k) & (cols[None, :] < N)
+        a = tl.load(a_ptr + rows[:, None] * K + k + ks[None, :], mask=a_mask, other=0.0)
+        b = tl.load(b_ptr + (k + ks[:, None]) * N + cols[None, :], mask=b_mask, other=0.0)
+        acc = tl.dot(a, b, acc)
+    out_mask = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(out_ptr + rows[:, None] * N + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+def check(tiles_m, tiles_n, block=16, group=8):
+    a = torch.randn(tiles_m * block, 32, device=DEVICE).half()
+    b = torch.randn(32, tiles_n * block, device=DEVICE).half()
+    out = torch.full((tiles_m * block, tiles_n * block), torch.nan, dtype=a.dtype, device=DEVICE)
+    unclamped_kernel[(tiles_m * tiles_n,)](a, b, out, *out.shape, 32, BLOCK=block, GROUP_M=group)
+    written = out.unflatten(0, (tiles_m, block)).unflatten(2, (tiles_n, block)).isfinite().all(3).all(1).sum()
+    print(f"{tiles_m} × {tiles_n} tiles: {written} of {tiles_m * tiles_n} were written")
+    torch.testing.assert_close(out, a @ b)
+
+
+check(8, 7)
+try:
+    check(10, 7)
+except AssertionError as error:
+    print("AssertionError:", *str(error).splitlines()[:4], sep="\n")
+
+# %%
+# With 8 rows of tiles all is well, as with every multiple of 8, and the sizes that one tries first are such. With 10,
+# the last group numbers its tiles as if it had 8 rows: some programs compute tiles below the matrix, whose stores are
+# masked, and the tiles on the right are nobody's. What stands there is whatever the memory held before. We had put NaN
+# there. In memory that is used again it may be the right result of an earlier call, and then the check against torch
+# passes, too. So we also test the order by itself, for many shapes: every tile must occur once.
+
+for tiles_m, tiles_n, group in ((10, 7, 8), (9, 9, 4), (1, 5, 8), (3, 11, 2)):
+    assert len(set(order(tiles_m, tiles_n, group))) == tiles_m * tiles_n
+
+# %%
+# Exercises
+# ---------
+#
+# 1. With 132 programs running at a time and 32 × 32 tiles, which group size needs the fewest strips? Use `order` and
+#    `strips`, and compare with :math:`\sqrt{132}`.
+# 2. Add the row sums of the result to `tiled_kernel`, as a second output. Each program knows only its own columns: how
+#    do the parts come together? (Hint: a first version may write one column of partial sums per column of tiles, and
+#    let torch add them up. Why is this better than an atomic addition, if results have to repeat?)
+# 3. For :math:`M = 1` the intensity is about one operation per byte, and tiles of 64 rows waste 63 of them. Write the
+#    kernel as a sum over a block of :math:`K \times N`, without `tl.dot`, and count its bytes. (Hint:
+#    `tl.sum(a[:, None] * b, axis=0)`.)
+
+# %%
+# References
+# ----------
+#
+# - `Anatomy of high-performance matrix multiplication <https://doi.org/10.1145/1356052.1356053>`_, Goto and van de
+#   Geijn, 2008: tiles for every level of the memory, on CPUs.
+# - `CUTLASS: efficient GEMM in CUDA
+#   <https://docs.nvidia.com/cutlass/latest/media/docs/cpp/efficient_gemm.html>`_: the same hierarchy on GPUs, and the
+#   swizzled order of tiles.
+# - `Roofline: an insightful visual performance model <https://doi.org/10.1145/1498765.1498785>`_, Williams, Waterman
+#   and Patterson, 2009.
+# - `The tensor memory accelerator
+#   <https://docs.nvidia.com/cuda/parallel-thread-execution/index.html#tensors>`_, in NVIDIA's description of PTX.
+
+# %%
+# Where this page ran
+# -------------------
+
+print(tg.benchmark.environment())
+
+# sphinx_gallery_thumbnail_number = 2
