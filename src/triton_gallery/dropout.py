@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import check_same_device, check_tensor, collapse, index_dtype, launch, operator
+from ._launch import cdiv, check_same_device, check_tensor, collapse, index_dtype, launch, operator
 
 _SEED_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _BLOCK_SIZE = 1024
@@ -97,7 +97,7 @@ def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     n_elements = out.numel()
     if n_elements == 0:
         return out
-    grid = (triton.cdiv(n_elements, _BLOCK_SIZE),)
+    grid = (cdiv(n_elements, _BLOCK_SIZE),)
     threshold = min(round(p * 2**32), 2**32 - 1)
     scale = 1 / (1 - p)
     if x.is_contiguous():

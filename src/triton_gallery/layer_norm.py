@@ -7,7 +7,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import FLOATS, check_same_device, check_tensor, launch, num_multiprocessors, operator
+from ._launch import (
+    FLOATS,
+    cdiv,
+    check_same_device,
+    check_tensor,
+    launch,
+    next_power_of_2,
+    num_multiprocessors,
+    operator,
+)
 
 # Rows of up to this many bytes stay in the registers of one program; the forward pass reads longer ones twice.
 _FWD_MAX_BYTES = 65536
@@ -258,7 +267,7 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 def _fwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of a program in the forward pass."""
-    block_n = triton.next_power_of_2(n_cols)
+    block_n = next_power_of_2(n_cols)
     if block_n * x.element_size() > _FWD_MAX_BYTES:
         return 1, _FWD_LONG_TILE * 2 // x.element_size(), 16
     return max(1, _FWD_TILE // block_n), block_n, min(max(4, block_n // 1024), 16)
@@ -267,7 +276,7 @@ def _fwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int]:
 def _bwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int, int]:
     """(rows, columns, warps, programs per multiprocessor) of a program in the backward pass."""
     tile = _BWD_TILE // 4 if x.dtype == torch.float64 else _BWD_TILE
-    block_n = triton.next_power_of_2(n_cols)
+    block_n = next_power_of_2(n_cols)
     # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
     vectorized = n_cols % 16 == 0
     if vectorized and block_n == 2 * tile:
@@ -320,7 +329,7 @@ def _layer_norm_fwd(
     block_m, block_n, num_warps = _fwd_blocks(x, n_cols)
     if n_cols <= block_n:
         launch(
-            _layer_norm_fwd_kernel, (triton.cdiv(n_rows, block_m),),
+            _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),),
             rows, weight, bias, y, mean_or_none, rstd, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
@@ -371,7 +380,7 @@ def _layer_norm_bwd(
     shapes_and_strides = (n_rows, n_cols, dy.stride(0), dy.stride(1), x.stride(0))
 
     block_m, block_n, num_warps, programs_per_sm = _bwd_blocks(x, n_cols)
-    n_col_blocks = triton.cdiv(n_cols, block_n)
+    n_col_blocks = cdiv(n_cols, block_n)
     row_means = None
     if n_col_blocks > 1:
         row_means = torch.empty((2, n_rows), dtype=rstd.dtype, device=x.device)
@@ -382,7 +391,7 @@ def _layer_norm_bwd(
         )  # fmt: skip
     # As many programs as fit on the GPU at once, and no more: each of them adds a partial row.
     max_programs = programs_per_sm * num_multiprocessors(x.device)
-    n_programs = min(max(1, max_programs // n_col_blocks), triton.cdiv(n_rows, block_m))
+    n_programs = min(max(1, max_programs // n_col_blocks), cdiv(n_rows, block_m))
     dw_partial = torch.empty((n_programs, n_cols), dtype=rstd.dtype, device=x.device) if dw_dtype else None
     db_partial = torch.empty((n_programs, n_cols), dtype=rstd.dtype, device=x.device) if db_dtype else None
     launch(
@@ -392,9 +401,9 @@ def _layer_norm_bwd(
     )  # fmt: skip
     if dw_dtype or db_dtype:
         launch(
-            _layer_norm_bwd_dwdb_kernel, (triton.cdiv(n_cols, _DWDB_COLS),),
+            _layer_norm_bwd_dwdb_kernel, (cdiv(n_cols, _DWDB_COLS),),
             dw_partial, db_partial, dw if dw_dtype else None, db if db_dtype else None, n_programs, n_cols,
-            BLOCK_P=triton.next_power_of_2(max_programs), BLOCK_N=_DWDB_COLS, num_warps=8,
+            BLOCK_P=next_power_of_2(max_programs), BLOCK_N=_DWDB_COLS, num_warps=8,
         )  # fmt: skip
     return dx, dw, db
 
@@ -486,10 +495,10 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     if not normalized_shape or tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:
         shapes = f"x of shape {tuple(x.shape)}, got {normalized_shape}"
         raise ValueError(f"{op}: normalized_shape must name the last dimensions (at least one) of {shapes}")
-    # torch's autocast runs both norms in float32: here x is read as it is, and only the output is float32.
+    # torch's autocast runs layer norm in float32: here x is read as it is, and only the output is float32.
     half = x.dtype in (torch.float16, torch.bfloat16)
     autocast = x.device.type in ("cuda", "xpu") and torch.is_autocast_enabled(x.device.type)
-    out_dtype = torch.float32 if half and autocast else x.dtype
+    out_dtype = torch.float32 if op == "layer_norm" and half and autocast else x.dtype
     if op == "rms_norm" or autocast:
         affine_dtypes = FLOATS
     else:
@@ -576,7 +585,7 @@ def rms_norm(
             float64.
 
     Returns:
-        A contiguous tensor of x's shape and dtype (float32 for 16-bit x under GPU autocast, as in torch).
+        A contiguous tensor of x's shape and dtype.
 
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.

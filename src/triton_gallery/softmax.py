@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import FLOATS, check_tensor, collapse, launch, num_multiprocessors, operator
+from ._launch import FLOATS, cdiv, check_tensor, collapse, launch, next_power_of_2, num_multiprocessors, operator
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
@@ -78,6 +78,7 @@ def _online_finish(m, s):
 
 @triton.jit
 def _normalize(x, row_max, row_sum, IS_LOG: tl.constexpr):
+    """The softmax, or its logarithm, of numbers x of a row with these statistics."""
     if IS_LOG:
         return x - row_max - tl.log(row_sum)
     else:
@@ -300,7 +301,7 @@ def _launch_rows(
 
     if len(sizes) > 1 or not dense_rows:
         block_rows, block_cols = _strided_tile(n_rows, n_cols, dense_rows)
-        grid = (triton.cdiv(n_rows, block_rows),)
+        grid = (cdiv(n_rows, block_rows),)
         launch(
             strided, grid, *inputs, out, n_rows, n_cols, sizes, *row_strides, *col_strides,
             BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=8, **meta,
@@ -308,13 +309,13 @@ def _launch_rows(
         return
 
     args = (*inputs, out, n_rows, n_cols, *(s[0] for s in row_strides[:-1]))
-    block_cols = triton.next_power_of_2(n_cols)
+    block_cols = next_power_of_2(n_cols)
     col_bytes = len(inputs) * stats_dtype.itemsize
     if block_cols * col_bytes <= _MAX_ROW_BYTES:
         # Short rows share a program, which keeps more loads in flight that way.
         block_rows = max(1, 1024 // block_cols)
         num_warps = _num_warps(block_rows * block_cols * col_bytes)
-        grid = (triton.cdiv(n_rows, block_rows),)
+        grid = (cdiv(n_rows, block_rows),)
         launch(whole_rows, grid, *args, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps, **meta)
         return
 
@@ -334,11 +335,11 @@ def _num_warps(n_bytes: int) -> int:
 def _strided_tile(n_rows: int, n_cols: int, dense_rows: bool) -> tuple[int, int]:
     """Rows and columns of a tile of 2048 elements, longest along the dimension that is dense in memory."""
     if dense_rows:
-        block_cols = min(triton.next_power_of_2(n_cols), 1024)
+        block_cols = min(next_power_of_2(n_cols), 1024)
         return 2048 // block_cols, block_cols
     # 64 rows of a 16-bit dtype fill one 128-byte line of the cache. Only two choices, so that few kernels are compiled.
     block_rows = 64 if n_rows > 8 else 8
-    return block_rows, min(triton.next_power_of_2(n_cols), 2048 // block_rows)
+    return block_rows, min(next_power_of_2(n_cols), 2048 // block_rows)
 
 
 def _empty_output(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import FLOATS, check_same_device, check_tensor, collapse, index_dtype, launch, operator
+from ._launch import FLOATS, cdiv, check_same_device, check_tensor, collapse, index_dtype, launch, operator
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _BLOCK_SIZE = 1024
@@ -65,11 +65,12 @@ def _add_strided_kernel(
 def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
     """The output's memory, laid out as the first of x and y that has the full shape; contiguous when neither has."""
     try:
-        shape = torch.broadcast_shapes(x.shape, y.shape)
+        # torch takes as long to broadcast two shapes as the GPU to add two small tensors.
+        shape = x.shape if x.shape == y.shape else torch.broadcast_shapes(x.shape, y.shape)
     except RuntimeError:
         shapes = f"{tuple(x.shape)} and {tuple(y.shape)}"
         raise ValueError(f"add: x and y must have shapes that broadcast, got {shapes}") from None
-    dtype = torch.result_type(x, y)
+    dtype = x.dtype if x.dtype == y.dtype else torch.result_type(x, y)
     if isinstance(alpha, float) and not dtype.is_floating_point:
         raise TypeError(f"add: alpha must be an int when the result is {dtype}, got {alpha}")
     if isinstance(alpha, bool) and dtype != torch.bool:
@@ -86,7 +87,7 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     n_elements = out.numel()
     if n_elements == 0:
         return out
-    grid = (triton.cdiv(n_elements, _BLOCK_SIZE),)
+    grid = (cdiv(n_elements, _BLOCK_SIZE),)
     flat = x.stride() == y.stride() == out.stride() and x.shape == y.shape
     if flat and alpha == 1 and x.dtype == y.dtype and x.dtype != torch.bool:
         # Same dense layout: the order of the elements does not matter, so memory is walked from end to end.
