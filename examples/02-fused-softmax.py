@@ -1,0 +1,481 @@
+"""
+Fused softmax
+=============
+
+We normalize the rows of a matrix without writing anything in between to memory, rows of any length included.
+
+You will learn:
+
+- why a chain of fast operations is slow, and what fusing them saves, counted in bytes
+- how a program reduces a row, and what its padding has to hold
+- why a softmax subtracts the maximum
+- how the online softmax finds maximum and sum in one walk over a row
+"""
+
+# %%
+# The same start as on every page
+# -------------------------------
+
+import math
+
+import torch
+import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+# %%
+# Five operations make eight trips to memory
+# ------------------------------------------
+#
+# Softmax turns a row of numbers into positive numbers that sum to 1, and keeps their order:
+#
+# .. math:: \text{out}_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}} \qquad m = \max_j x_j
+#
+# In PyTorch's elementary operations it reads like the formula:
+
+
+def unfused_softmax(x):
+    m = x.max(dim=1, keepdim=True).values
+    difference = x - m
+    numerator = difference.exp()
+    denominator = numerator.sum(dim=1, keepdim=True)
+    return numerator / denominator
+
+
+x = torch.randn(4, 7, device=DEVICE)
+torch.testing.assert_close(unfused_softmax(x), torch.softmax(x, dim=1))
+
+# %%
+# Each line is a kernel of its own. A kernel cannot hand anything to the next one except through memory, so each line
+# reads whole matrices and most lines write one. For a matrix of :math:`M \times N` numbers, and leaving out the few
+# numbers per row that `m` and `denominator` hold:
+
+trips = {
+    "max": ("read x", 1),
+    "subtract": ("read x, write difference", 2),
+    "exp": ("read difference, write numerator", 2),
+    "sum": ("read numerator", 1),
+    "divide": ("read numerator, write out", 2),
+}
+for operation, (what, count) in trips.items():
+    print(f"{operation:10}{what:36}{count} × M × N")
+total = sum(count for _, count in trips.values())
+print(f"{'together':46}{total} × M × N, of which the result needs 2: a factor of {total / 2:.0f}")
+
+# %%
+# The arithmetic is next to nothing: a subtraction, an exponential, an addition and a product for each number. As on
+# page one, memory decides. The least that any softmax can move is one reading of :math:`x` and one writing of the
+# result. So if we find a way to keep the rest on the chip, the best we can hope for is the factor above.
+
+# %%
+# One program reads a row once
+# ----------------------------
+#
+# Every row is independent of all others, and a row of a few thousand numbers fits into the registers of one program.
+# That is the plan, here as a loop over what will be the programs:
+
+
+def softmax_by_rows(x):
+    out = torch.empty_like(x)
+    for i in range(len(x)):
+        row = x[i]  # the only reading
+        numerator = (row - row.max()).exp()
+        out[i] = numerator / numerator.sum()  # the only writing
+    return out
+
+
+torch.testing.assert_close(softmax_by_rows(x), torch.softmax(x, dim=1))
+
+# %%
+# Our first attempt at a kernel leaves the maximum out. Mathematically it cancels, and without it there is one thing
+# less to do. New on this page is `tl.sum`, which adds up a block across all threads of the program. A block's length
+# is a power of two and a row's is not, so the lanes behind the row's end must not count: they read :math:`-\infty`,
+# and :math:`e^{-\infty} = 0`.
+
+
+@triton.jit
+def naive_softmax_kernel(x_ptr, out_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COLS)
+    mask = cols < n_cols
+    numerator = tl.exp(tl.load(x_ptr + row * n_cols + cols, mask=mask, other=-float("inf")))
+    tl.store(out_ptr + row * n_cols + cols, numerator / tl.sum(numerator), mask=mask)
+
+
+def naive_softmax(x):
+    out = torch.empty_like(x)
+    n_rows, n_cols = x.shape
+    naive_softmax_kernel[(n_rows,)](x, out, n_cols, BLOCK_COLS=triton.next_power_of_2(n_cols))
+    return out
+
+
+x = torch.randn(23, 781, device=DEVICE)
+torch.testing.assert_close(naive_softmax(x), torch.softmax(x, dim=1))
+
+# %%
+# Two trips instead of eight, and it agrees with torch. Now we add 100 to every number, which changes nothing in the
+# result, as :math:`e^{100}` is a factor of numerator and denominator alike.
+
+for name, softmax in [("torch", lambda x: torch.softmax(x, dim=1)), ("naive", naive_softmax)]:
+    print(f"{name}:", [f"{value:.6f}" for value in softmax(x + 100)[0, :4].tolist()])
+print(f"the largest x with a finite exponential: {math.log(torch.finfo(torch.float32).max):.1f} in float32, ", end="")
+print(f"{math.log(torch.finfo(torch.float16).max):.1f} in float16")
+
+# %%
+# Infinity divided by infinity. (Without a GPU it is NumPy that computes, and it warns; a GPU says nothing.) The scores
+# inside a language model exceed such limits all the time. Subtracting the maximum is what makes softmax *safe*: then
+# no exponent is above 0, no exponential above 1, and the sum is at least 1, since one of its terms is
+# :math:`e^0`. In a kernel that already holds the row it costs no byte.
+
+# %%
+# The kernel that the library runs
+# --------------------------------
+#
+# This is the safe kernel, as `triton_gallery.softmax` runs it on rows that fit into registers. A program owns a *tile*:
+# one long row or several short ones.
+
+# quote: triton_gallery.softmax._softmax_fwd_kernel
+
+# %%
+# The launcher picks the tile. Here it has one row; in the library's, rows of up to 512 columns have company.
+
+
+def my_softmax(x):
+    out = torch.empty_like(x)
+    n_rows, n_cols = x.shape
+    BLOCK_COLS = triton.next_power_of_2(n_cols)
+    _softmax_fwd_kernel[(n_rows,)](x, out, n_rows, n_cols, x.stride(0), BLOCK_ROWS=1, BLOCK_COLS=BLOCK_COLS)
+    return out
+
+
+# %%
+# What the hard lines are for
+# ---------------------------
+#
+# - `rows` is a column of numbers and `cols` a row of numbers: `[:, None]` and `[None, :]` give a block a second
+#   dimension, as in NumPy. Added, they broadcast to the addresses of a whole tile of `BLOCK_ROWS` by `BLOCK_COLS`.
+# - `x_row_stride` is how far apart two rows lie in memory. It is not always `n_cols`: a slice such as `x[:, :781]` of
+#   a wider matrix has the stride of the whole.
+# - `other=-float("inf")` is the neutral element of what follows. It loses against every number in the maximum, and
+#   adds 0 to the sum. The last section shows what another choice does.
+# - `x.to(...)` twice: first to the dtype of the result, which is what torch's argument `dtype` means, then to
+#   float32. In float16 the sum of many exponentials stops growing at 2048, because 2048 + 1 rounds to 2048.
+# - `tl.max(x, axis=1, keep_dims=True)` is :math:`m`, one number for each row of the tile. Threads reduce what they
+#   hold, threads of a warp exchange registers, and warps meet in shared memory; Triton writes all three steps.
+# - `numerator * (1 / denominator)` divides once per row and multiplies once per number. Products are much cheaper.
+# - `do_not_specialize` keeps the compiler from making a kernel of its own for a number of rows that is 1, or a
+#   multiple of 16. It would gain nothing. For `n_cols` it gains much: a multiple of 16 allows wide loads.
+
+# %%
+# It agrees with torch on an awkward shape
+# ----------------------------------------
+#
+# 781 columns leave nearly a quarter of each block empty, and 1823 is a prime. We add 100 here, too, and cover all of
+# one row but a single number with :math:`-\infty`, which is how attention masks what a position must not see.
+
+x = torch.randn(1823, 781, device=DEVICE) + 100
+x[7, 1:] = -math.inf
+torch.testing.assert_close(my_softmax(x), torch.softmax(x, dim=1))
+print("row 7 begins with", my_softmax(x[:8])[7, :4].tolist())
+
+# %%
+# Maximum and sum in one walk
+# ---------------------------
+#
+# How long may a row be? A multiprocessor of the H200 has 65536 registers of 32 bits, and a program cannot have more
+# than all of them. A longer row does not fit, and the compiler *spills* what is left over to memory, the very thing
+# that we set out to avoid. So a program has to walk along such a row, a block at a time. The safe softmax seems to need
+# three walks: for the maximum, for the sum, which needs the maximum, and for the result.
+#
+# The *online* softmax makes it two. Let :math:`m_k` be the maximum of the first :math:`k` numbers, and :math:`s_k` the
+# sum of their exponentials relative to it. When the next number arrives, the old sum moves to the new maximum by one
+# factor:
+#
+# .. math:: m_k = \max(m_{k-1}, x_k) \qquad s_k = s_{k-1} \, e^{m_{k-1} - m_k} + e^{x_k - m_k}
+#
+# because :math:`e^{x_j - m_{k-1}} e^{m_{k-1} - m_k} = e^{x_j - m_k}` for each term of the old sum. In Python:
+
+
+def online_statistics(row):
+    m, s, history = -math.inf, 0.0, []
+    for x_k in row:
+        m_new = max(m, x_k)
+        s = s * math.exp(m - m_new) + math.exp(x_k - m_new)
+        m = m_new
+        history.append((m, s))
+    return history
+
+
+row = (torch.randn(64, generator=torch.Generator().manual_seed(2)) + torch.linspace(-1.5, 1.5, 64)).tolist()
+history = online_statistics(row)
+safe_m = max(row)
+safe_s = sum(math.exp(x_k - safe_m) for x_k in row)
+print(f"online: m = {history[-1][0]:.6f}, s = {history[-1][1]:.6f}")
+print(f"safe:   m = {safe_m:.6f}, s = {safe_s:.6f}")
+assert math.isclose(history[-1][1], safe_s)
+
+# %%
+# The picture shows that row and both statistics as the walk goes on. Whenever a number exceeds all before it, the
+# maximum takes a step up and the sum is scaled down. At the end both are what the safe softmax computes.
+
+import matplotlib.pyplot as plt
+
+figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 4.4), sharex=True, layout="constrained")
+figure.suptitle("The online softmax of one row: each new maximum rescales the sum")
+seen = range(1, len(row) + 1)
+top.plot(seen, row, "o", color="#999999", markersize=4, label="$x_k$")
+top.step(seen, [m for m, _ in history], where="post", color="#0072B2", label="running maximum $m_k$")
+top.set_ylabel("value")
+top.legend(loc="lower right")
+bottom.step(seen, [s for _, s in history], where="post", color="#D55E00", label="running sum $s_k$")
+bottom.axhline(safe_s, color="#009E73", linestyle="--", label="sum of the safe softmax")
+bottom.set(xlabel="numbers seen", ylabel="sum (no unit)")
+bottom.legend(loc="lower right")
+plt.show()
+
+# %%
+# A kernel for rows of any length
+# -------------------------------
+#
+# In the kernel it is not one walker but thousands. Every lane of the block keeps a maximum and a sum of its own, over
+# the columns that fall to it: lane :math:`l` sees columns :math:`l`, :math:`l + B`, :math:`l + 2B` and so on, with
+# :math:`B` for the length of a block. Only at the end of the row do the lanes meet. Their sums are moved to the
+# common maximum by the same factor as before, and added.
+
+# quote: triton_gallery.softmax._online_start
+# quote: triton_gallery.softmax._online_update
+# quote: triton_gallery.softmax._online_finish
+# quote: triton_gallery.softmax._normalize
+# quote: triton_gallery.softmax._softmax_online_fwd_kernel
+
+# %%
+# Its launcher starts a fixed number of programs, each of which takes one row after another.
+
+
+def my_online_softmax(x):
+    out = torch.empty_like(x)
+    n_rows, n_cols = x.shape
+    grid = (min(n_rows, 8),)
+    _softmax_online_fwd_kernel[grid](x, out, n_rows, n_cols, x.stride(0), BLOCK_COLS=1024)
+    return out
+
+
+x = torch.randn(41, 7811, device=DEVICE) + 100
+x[7, :3000] = -math.inf  # two blocks with nothing in them, and a part of the third
+torch.testing.assert_close(my_online_softmax(x), torch.softmax(x, dim=1))
+
+# %%
+# How it differs from the Python loop
+# -----------------------------------
+#
+# - `_online_update` takes one exponential where the formula has two. The new maximum is the old one or :math:`x_k`,
+#   so one of the two exponents is 0, and the other is minus the distance: :math:`-|x_k - m_{k-1}|`. `tl.where` puts
+#   the result where it belongs.
+# - `_online_start` begins with the lowest finite number and not with :math:`-\infty`. A mask may fill whole blocks
+#   with :math:`-\infty`, and :math:`-\infty - (-\infty)` is not 0 but NaN, which no later number would heal. Row 7
+#   above is there to try it.
+# - `eviction_policy` speaks to the L2 cache, which all programs share: keep this, we come back for it, and later: drop
+#   this first. As long as all rows under way fit there, the second walk costs little, and memory sees two trips again.
+#   That is why the library starts one or two programs for each multiprocessor, and lets them loop: with more rows at
+#   once, each would push the others out.
+# - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
+#   that memory need not wait for arithmetic.
+# - `row` is a 64-bit number, and so are the products with it.
+#
+# This walk is the heart of flash attention: page six carries a third running value along, the output itself.
+
+# %%
+# From kernels to a function
+# --------------------------
+#
+# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, the online kernel above. A third kernel
+# serves what is not dense along the row. Softmax along the first of two dimensions is such a case: the numbers of one
+# "row" lie far apart, while neighbouring rows lie next to each other. Copying the matrix into a better order would
+# cost two more trips, so the third kernel reads it where it lies, 64 rows side by side.
+
+images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
+scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
+torch.testing.assert_close(scores, torch.softmax(images, dim=1, dtype=torch.float32))
+torch.testing.assert_close(tg.log_softmax(images, dim=1), torch.log_softmax(images, dim=1))
+
+try:
+    tg.softmax(images, dim=4)
+except ValueError as error:
+    print("ValueError:", error)
+
+# %%
+# The gradient is fused as well. With :math:`y` for the result and :math:`dy` for what arrives from above,
+#
+# .. math:: dx_i = y_i \left( dy_i - \sum_j dy_j \, y_j \right)
+#
+# is a reduction over the row and a pass over its elements, so its kernels look like those above: they read :math:`y`
+# and :math:`dy` and write :math:`dx`, three trips in all. Only :math:`y` has to be kept for it, not :math:`x`.
+
+x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
+dy = torch.randn_like(x)
+y = tg.softmax(x)
+(dx,) = torch.autograd.grad(y, x, dy)
+torch.testing.assert_close(dx, y * (dy - (dy * y).sum(dim=1, keepdim=True)))
+
+# %%
+# How close to the limit?
+# -----------------------
+#
+# We give every provider 4096 rows, in float16, from 256 columns to 131072, with four lengths in between that are no
+# powers of two. All of them are credited with the two trips that nobody can do without. The unfused version is the one
+# from the top of this page; it shows what fusing is worth. torch has one fused kernel, too, and `torch.compile` writes
+# its own.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[256, 512, 781, 1024, 2048, 3905, 4096, 8192, 16384, 16401, 32768, 41393, 65536, 131072],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile", "unfused"],
+        line_names=["triton_gallery", "torch", "torch.compile", "unfused"],
+        xlabel="row length N",
+        ylabel="GB/s",
+        plot_name="softmax-fp16",
+        args={"M": 4096},
+    ),
+    title="Softmax of 4096 rows, float16",
+    limit="copy",
+)
+def bench_softmax(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.float16)
+    compiled = torch.compile(torch.softmax, dynamic=False)
+    softmax = {
+        "triton_gallery": lambda: tg.softmax(x, dim=1),
+        "torch": lambda: torch.softmax(x, dim=1),
+        "torch.compile": lambda: compiled(x, dim=1),
+        "unfused": lambda: unfused_softmax(x),
+    }[provider]
+    return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(softmax))
+
+
+report = bench_softmax.run()
+
+# %%
+
+report.plot()
+
+# %%
+
+report
+
+# %%
+# What the compiler made of it
+# ----------------------------
+#
+# At 8192 columns a program of 8 warps holds one row. A warp of NVIDIA's has 32 threads, so each thread holds 32
+# numbers; a warp of AMD's has 64, and each holds 16.
+
+x = torch.empty(4096, 8192, dtype=torch.float16, device="meta")
+tg.codegen.inspect(tg.softmax, x)
+
+# %%
+# The registers confirm the plan: they hold the row and little else, and nothing spills. Shared memory is a few bytes,
+# one number from each warp. And the widest load is 128 bits, eight numbers at once, since 8192 is a multiple of 16.
+# (With 781 columns a row may begin at any even address, and the loads are 16 bits wide.) Long rows take the online
+# kernel. On an H200 its shared memory is a waiting room for blocks that are on their way:
+
+x = torch.empty(4096, 131072, dtype=torch.float16, device="meta")
+tg.codegen.inspect(tg.softmax, x, targets=["sm_90", "gfx942"])
+
+# %%
+# What we saw
+# -----------
+
+print(report.summary())
+
+# %%
+# Three regions, three reasons. Short rows are small matrices: the launch takes longer than the work, and every fused
+# version looks alike. In the middle, where a row stays in registers, memory moves :math:`x` and the result and nothing
+# else, and the rate follows that of a copy. Beyond 32768 columns a row is read twice, and the rate depends on how much
+# of the second walk finds its row in the L2 cache. The unfused version can reach a quarter of the copy's rate at best,
+# once its matrices outgrow that cache: this was clear before anything was measured.
+
+# %%
+# Break it: pad with zeros
+# ------------------------
+#
+# What if the padding reads 0, as for a sum? The exponentials of padded lanes would count, so let us suppose that
+# somebody noticed this and masked them, and then was content.
+
+
+@triton.jit
+def zero_padded_softmax_kernel(x_ptr, out_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COLS)
+    mask = cols < n_cols
+    x = tl.load(x_ptr + row * n_cols + cols, mask=mask, other=0.0)  # should be -inf
+    numerator = tl.where(mask, tl.exp(x - tl.max(x)), 0.0)
+    tl.store(out_ptr + row * n_cols + cols, numerator * (1 / tl.sum(numerator)), mask=mask)
+
+
+def zero_padded_softmax(x):
+    out = torch.empty_like(x)
+    n_rows, n_cols = x.shape
+    zero_padded_softmax_kernel[(n_rows,)](x, out, n_cols, BLOCK_COLS=triton.next_power_of_2(n_cols))
+    return out
+
+
+def check(softmax, x):
+    try:
+        torch.testing.assert_close(softmax(x), torch.softmax(x, dim=1))
+        print("passed")
+    except AssertionError as error:
+        print("AssertionError:", *str(error).splitlines()[:4], sep="\n    ")
+
+
+x = torch.randn(23, 781, device=DEVICE)
+check(zero_padded_softmax, x)
+check(zero_padded_softmax, x - 200)
+check(zero_padded_softmax, (x - 200)[:, :512].contiguous())
+
+# %%
+# Random numbers around 0 pass, as among 781 of them one is positive, and the zeros do not win. Rows around -200 fail.
+# There the maximum comes from the padding, all exponentials underflow to 0, and 0 / 0 is NaN. The same rows pass once
+# they are 512 long, because there is no padding. So three things have to come together: an odd length, a negative row,
+# and a test that has both. Log-probabilities, which are never positive, are such rows.
+#
+# Softmax offers a check that needs no reference at all. Its result does not change when a row is shifted:
+
+for name, softmax in [("our kernel", my_softmax), ("zero-padded", zero_padded_softmax)]:
+    for shift in (-1000, -200, 200, 1000):
+        verdict = "unchanged" if torch.allclose(softmax(x + shift), softmax(x), rtol=1e-3) else "changed"
+        print(f"{name}, shifted by {shift}: {verdict}")
+
+# %%
+# Exercises
+# ---------
+#
+# 1. Launch `_softmax_fwd_kernel` with four rows in each program. What is the grid, and which line keeps the last
+#    program from writing behind the end of a matrix of 1823 rows?
+# 2. Write a kernel for the *logsumexp* :math:`m + \log s` of each row, which writes one number per row. How many bytes
+#    does it move, and what does `torch.logsumexp` do with a row of :math:`-\infty`?
+# 3. Let `_online_start` begin with `-float("inf")`. Which lengths of a row of random numbers now give NaN, and which do
+#    not? (Hint: the padding of a block is :math:`-\infty`, too. Which lanes never see anything else?)
+# 4. `my_softmax(x.t())` is wrong. Give the kernel a stride for the columns, and say why it is now right, but slow.
+
+# %%
+# References
+# ----------
+#
+# - `Online normalizer calculation for softmax <https://arxiv.org/abs/1805.02867>`_, Milakov and Gimelshein, 2018: one
+#   walk for both statistics.
+# - `Accurately computing the log-sum-exp and softmax functions <https://doi.org/10.1093/imanum/draa038>`_, Blanchard,
+#   Higham and Higham, 2021: what subtracting the maximum does to rounding errors.
+# - `FlashAttention <https://arxiv.org/abs/2205.14135>`_, Dao et al., 2022: where the online softmax leads.
+
+# %%
+# Where this page ran
+# -------------------
+
+print(tg.benchmark.environment())
+
+# sphinx_gallery_thumbnail_number = 2
