@@ -165,6 +165,8 @@ def my_softmax(x):
 # - `tl.max(x, axis=1, keep_dims=True)` is :math:`m`, one number for each row of the tile. Threads reduce what they
 #   hold, threads of a warp exchange registers, and warps meet in shared memory; Triton writes all three steps.
 # - `numerator * (1 / denominator)` divides once per row and multiplies once per number. Products are much cheaper.
+# - `if IS_LOG` is decided when the kernel is compiled. `triton_gallery.log_softmax` is the same text with another
+#   ending, and neither pays for the other.
 # - `do_not_specialize` keeps the compiler from making a kernel of its own for a number of rows that is 1, or a
 #   multiple of 16. It would gain nothing. For `n_cols` it gains much: a multiple of 16 allows wide loads.
 
@@ -393,11 +395,12 @@ tg.codegen.inspect(tg.softmax, x, targets=["sm_90", "gfx942"])
 print(report.summary())
 
 # %%
-# Three regions, three reasons. Short rows are small matrices: the launch takes longer than the work, and every fused
-# version looks alike. In the middle, where a row stays in registers, memory moves :math:`x` and the result and nothing
-# else, and the rate follows that of a copy. Beyond 32768 columns a row is read twice, and the rate depends on how much
-# of the second walk finds its row in the L2 cache. The unfused version can reach a quarter of the copy's rate at best,
-# once its matrices outgrow that cache: this was clear before anything was measured.
+# Three regions, three reasons. Short rows are small matrices: the launch takes longer than the work, so this end says
+# more about launching than about softmax. In the middle, where a row stays in registers, memory moves :math:`x` and
+# the result and nothing else, so the rate to compare with is that of a copy. Beyond 32768 columns a row is read twice,
+# and the rate depends on how much of the second walk finds its row in the L2 cache. The unfused version can reach a
+# quarter of the copy's rate at best, once its matrices outgrow that cache: this was clear before anything was
+# measured.
 
 # %%
 # Break it: pad with zeros
@@ -440,8 +443,8 @@ check(zero_padded_softmax, (x - 200)[:, :512].contiguous())
 # %%
 # Random numbers around 0 pass, as among 781 of them one is positive, and the zeros do not win. Rows around -200 fail.
 # There the maximum comes from the padding, all exponentials underflow to 0, and 0 / 0 is NaN. The same rows pass once
-# they are 512 long, because there is no padding. So three things have to come together: an odd length, a negative row,
-# and a test that has both. Log-probabilities, which are never positive, are such rows.
+# they are 512 long, because there is no padding. So it takes a length that is no power of two *and* a row of large
+# negative numbers to see the mistake. Log-probabilities, which are never positive, are such rows.
 #
 # Softmax offers a check that needs no reference at all. Its result does not change when a row is shifted:
 
