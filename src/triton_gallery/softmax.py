@@ -451,7 +451,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     Args:
         x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given an integer dtype or bool.
         dim: the dimension along which the numbers of each row sum to 1; of any length.
-        dtype: convert x to this floating-point dtype first, while it is loaded.
+        dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 
     Returns:
         A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise. Under
@@ -487,7 +487,7 @@ def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = N
     Args:
         x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given an integer dtype or bool.
         dim: the dimension along which the exponentials of each row sum to 1; of any length.
-        dtype: convert x to this floating-point dtype first, while it is loaded.
+        dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 
     Returns:
         A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise. Under
