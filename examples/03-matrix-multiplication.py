@@ -352,8 +352,7 @@ for shape in ((4096, 4096, 4096), (4096, 4096, 512)):
 # In the kernel above each thread computes addresses and issues copies. NVIDIA's Hopper has an engine for that, the
 # *tensor memory accelerator*. A *tensor descriptor* tells it once where a matrix lies, how large it is and which box
 # is wanted; then one instruction fetches a whole tile, and what lies past the end of the matrix arrives as zeros. No
-# address, no mask, no register for either. Where strides allow it (multiples of 16 bytes) and the product is large
-# enough, the library takes this second kernel:
+# address, no mask, no register for either. This is the fourth rung; it asks for strides in multiples of 16 bytes:
 
 # quote: triton_gallery.hopper.matmul._matmul_tma_kernel
 
@@ -375,6 +374,14 @@ _matmul_tma_kernel[(4,)](
     BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, GROUP_M=8,
 )  # fmt: skip
 torch.testing.assert_close(out, a @ b)
+
+# %%
+# The fifth rung changes who does what. In all kernels so far every warp does everything: it starts copies, waits for
+# them, multiplies and stores. In the last one, warps *specialise*: one group starts copies and nothing else, two or
+# three others multiply and store, and barriers in shared memory tell each side when a tile has come or may go. Copies
+# then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is written
+# in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are those of this
+# page. The library takes it on Hopper for all but small products, and the kernel above where Gluon is missing.
 
 # %%
 # How close to the matrix unit's limit?
@@ -455,7 +462,7 @@ report_fp8
 #
 # For each GPU the same source becomes different instructions: `mma.sync`, in which a warp multiplies, on Ampere;
 # `wgmma`, in which four warps multiply straight out of shared memory, on Hopper; `tcgen05`, with sums in a memory of
-# their own, on Blackwell; and `mfma` on AMD's. On Hopper this shape takes the second kernel.
+# their own, on Blackwell; and `mfma` on AMD's. On Hopper this shape takes the kernel with specialised warps.
 
 n = 4096
 a, b = torch.empty(2, n, n, dtype=torch.float16, device="meta")

@@ -1,4 +1,3 @@
-import importlib
 import itertools
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 import triton_gallery as tg
 from conftest import DEVICE, assert_as_accurate_as_torch
+from triton_gallery import hopper
 from triton_gallery._launch import collapse, is_hopper, launch
 from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel
 
@@ -527,12 +527,14 @@ def test_matmul_runs_in_a_cuda_graph_and_on_another_stream():
 # --- the kernels for Hopper ---
 
 
-@pytest.fixture
-def tma(monkeypatch):
-    """The module of the TMA kernel, with tiles small enough for the interpreter where that runs it."""
+@pytest.fixture(params=["matmul", "matmul_specialized"])
+def tma(request, monkeypatch):
+    """A module with a TMA kernel; the interpreter runs the first one, with tiles small enough for it."""
+    if DEVICE.type == "cpu" and request.param != "matmul":
+        pytest.skip("Gluon kernels need a GPU")
     if DEVICE.type != "cpu" and not is_hopper(DEVICE):
-        pytest.skip("needs a Hopper GPU, or the interpreter")
-    module = importlib.import_module("triton_gallery.hopper.matmul")
+        pytest.skip("needs a Hopper GPU")
+    module = hopper.load(request.param)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(module, "_TILES", ((32, 64, 4, 3, 1.0), (16, 32, 4, 4, 0.9)))
     return module
@@ -548,7 +550,7 @@ def run_tma(tma, a, b, bias=None, activation=None, save_pre=False, reduced=False
     shape, batch = batch_of(a, b)
     dtype = torch.bfloat16 if a.dtype in FLOAT8 else a.dtype
     out, pre = torch.empty(2, *shape, a.shape[-2], b.shape[-1], dtype=dtype, device=DEVICE)
-    tma.matmul_tma(a, b, bias, out, pre if save_pre else None, activation, reduced, batch)
+    tma.multiply(a, b, bias, out, pre if save_pre else None, activation, reduced, batch)
     return out, pre
 
 
@@ -593,11 +595,40 @@ def test_tma_kernel_takes_float8(tma, reduced):
     assert_as_accurate_as_torch(out, a.bfloat16() @ b.bfloat16(), a.double() @ b.double(), floor=1e-6)
 
 
-def test_tma_kernel_is_chosen_where_it_can_run(tma):
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [*itertools.product((False, True), repeat=2)], ids=str)
+def test_every_tile_of_the_tma_kernels_matches_torch(tma, layout, monkeypatch):
+    M, N, K = 1000, 776, 520
+    bias = random(N, dtype=torch.float16)
+    a = random(K, M, dtype=torch.float16).t() if layout[0] else random(M, K, dtype=torch.float16)
+    b = random(N, K, dtype=torch.float16).t() if layout[1] else random(K, N, dtype=torch.float16)
+    for tile in tma._TILES:
+        monkeypatch.setattr(tma, "_TILES", (tile,))
+        out, _ = run_tma(tma, a, b)
+        assert_as_accurate_as_torch(out, a @ b, a.double() @ b.double(), floor=1e-6)
+        out, pre = run_tma(tma, a, b, bias, "gelu", save_pre=True)
+        wide = [x.double() for x in (a, b, bias)]
+        assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)
+        assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
+        first, _ = run_tma(tma, a, b)
+        assert all(torch.equal(run_tma(tma, a, b)[0], first) for _ in range(20))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", named([torch.float16, torch.bfloat16]))
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_large_matmul_grad(activation, dtype):
+    a, b, bias = random(2, 512, 1024, dtype=dtype), random(1024, 768, dtype=dtype), random(768, dtype=dtype)
+    assert_matches_torch(a, b, bias, activation)
+    assert_gradients_match_torch(a, b, bias, activation)
+    assert_gradients_match_torch(a, random(2, 1024, 768, dtype=dtype), bias, activation)
+
+
+def test_tma_kernel_is_chosen_where_it_can_run():
     def supports(a, b):
         _, batch = batch_of(a, b)
         out = torch.empty(a.shape[-2], b.shape[-1], dtype=torch.bfloat16, device="meta")
-        return tma.supports(a, b, out, batch)
+        return hopper.load("matmul").supports(a, b, out, batch)
 
     def empty(*shape, dtype=torch.float16):
         return torch.empty(shape, dtype=dtype, device="meta")

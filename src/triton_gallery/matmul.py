@@ -209,9 +209,10 @@ def _matmul(
     )
     reduced = _is_reduced(a.dtype, precision)
     if is_hopper(a.device):
-        fast = hopper.load("matmul")
-        if fast is not None and fast.supports(a, b, out, batch):
-            fast.matmul_tma(a, b, bias, out, pre, activation, reduced, batch)
+        tma = hopper.load("matmul")
+        if tma.supports(a, b, out, batch):
+            fastest = hopper.load("matmul_specialized") or tma
+            fastest.multiply(a, b, bias, out, pre, activation, reduced, batch)
             return outputs
     config = _config(M, N, n_matrices, a.element_size(), _loads_are_wide(a) and _loads_are_wide(b), a.device)
     launch(

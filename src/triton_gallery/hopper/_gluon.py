@@ -42,6 +42,13 @@ __all__ = [
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+_ELEMENTS = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
 _ADD = ir.DESCRIPTOR_REDUCE_KIND.ADD
 
 
@@ -54,8 +61,7 @@ def tma_can_address(x: torch.Tensor) -> bool:
 
 def descriptor(x: torch.Tensor, block_shape: list[int]) -> TensorDescriptor:
     """A tensor descriptor of x for tiles of `block_shape`, with the layout that the matrix unit reads."""
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block_shape, element)
+    layout = gl.NVMMASharedLayout.get_default_for(block_shape, _ELEMENTS[x.dtype])
     # The stride of a dimension of size 1 is never used, but the descriptor checks it.
     strides = [stride if size > 1 else x.shape[-1] for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block_shape, layout)

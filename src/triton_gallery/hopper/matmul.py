@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .._launch import launch, num_multiprocessors
 from ..matmul import _activate, _grouped_tile
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @triton.jit(do_not_specialize=["n_matrices", "M", "N", "K", "a_step", "b_step"])
@@ -76,14 +76,14 @@ def _matmul_tma_kernel(
             out_desc.store([batch, row, first], out.to(out_desc.dtype).reshape(1, BLOCK_M, BLOCK_N // 2))
 
 
-def _is_transposed(x: torch.Tensor) -> bool:
+def is_transposed(x: torch.Tensor) -> bool:
     """Whether x is contiguous along its last dimension but one, and not along the last."""
     return x.stride(-1) != 1 and x.stride(-2) == 1
 
 
 def _tma_can_address(x: torch.Tensor, batch_stride: int) -> bool:
     """TMA wants one dimension contiguous, the other strides in steps of 16 bytes, and a start at such a step."""
-    inner, outer = (-2, -1) if _is_transposed(x) else (-1, -2)
+    inner, outer = (-2, -1) if is_transposed(x) else (-1, -2)
     return (
         x.stride(inner) == 1
         and x.stride(outer) >= x.shape[inner]
@@ -102,9 +102,9 @@ def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) 
         return False
     a_stride, b_stride = (stride[0] if sizes[0] > 1 else 0 for stride in strides)
     M, N, K = *out.shape[-2:], a.shape[-1]
-    if a.dtype in _FLOAT8:
+    if a.dtype in FLOAT8:
         # The matrix unit reads float8 only along K.
-        fits = not _is_transposed(a) and _is_transposed(b)
+        fits = not is_transposed(a) and is_transposed(b)
     else:
         fits = a.dtype in (torch.float16, torch.bfloat16)
     return (
@@ -136,15 +136,21 @@ def _config(M: int, N: int, n_matrices: int, partial_sums: bool, n_programs: int
     return dict(BLOCK_M=block_m, BLOCK_N=block_n, GROUP_M=8, num_warps=num_warps, num_stages=num_stages)
 
 
-def _descriptor(x: torch.Tensor, batch: int, stride: int, block: list[int], transposed: bool) -> TensorDescriptor:
-    inner, outer = (-2, -1) if transposed else (-1, -2)
-    # One matrix for all is a batch of one; the stride of a dimension of size 1 is checked but means nothing.
-    batch, stride = (batch, stride) if batch > 1 and stride > 0 else (1, 16)
-    shape = [batch, x.shape[outer], x.shape[inner]]
-    return TensorDescriptor(x, shape, [stride, x.stride(outer), 1], [1, *(block[::-1] if transposed else block)])
+def matrices(x: torch.Tensor, n_matrices: int, batch_stride: int) -> torch.Tensor:
+    """x as (n_matrices, rows, columns) with contiguous last dimension; (1, ...) where one matrix serves them all."""
+    if is_transposed(x):
+        x = x.mT
+    if n_matrices == 1 or batch_stride == 0:
+        # The stride of a dimension of size 1 means nothing, but is checked.
+        return x.as_strided((1, *x.shape[-2:]), (16, *x.stride()[-2:]))
+    return x.as_strided((n_matrices, *x.shape[-2:]), (batch_stride, *x.stride()[-2:]))
 
 
-def matmul_tma(
+def _descriptor(x: torch.Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
+
+
+def multiply(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
@@ -157,20 +163,21 @@ def matmul_tma(
     """Write the product of matrices that `supports` accepts to out, and the values before the activation to pre."""
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     M, N, K = *out.shape[-2:], a.shape[-1]
-    partial_sums = a.dtype in _FLOAT8 and not reduced
+    partial_sums = a.dtype in FLOAT8 and not reduced
     n_programs = num_multiprocessors(a.device)
     config = _config(M, N, n_matrices, partial_sums, n_programs)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], 128 // a.element_size()
-    a_transposed, b_transposed = _is_transposed(a), _is_transposed(b)
     n_tiles = n_matrices * triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    a_transposed, b_transposed = is_transposed(a), is_transposed(b)
+    out_desc, pre_desc = (
+        None if x is None else _descriptor(matrices(x, n_matrices, M * N), block_m, block_n // 2) for x in (out, pre)
+    )
     launch(
         _matmul_tma_kernel,
         (min(n_programs, n_tiles),),
-        _descriptor(a, n_matrices, a_stride, [block_m, block_k], a_transposed),
-        _descriptor(b, n_matrices, b_stride, [block_k, block_n], b_transposed),
-        bias,
-        _descriptor(out, n_matrices, M * N, [block_m, block_n // 2], False),
-        None if pre is None else _descriptor(pre, n_matrices, M * N, [block_m, block_n // 2], False),
+        _descriptor(matrices(a, n_matrices, a_stride), *((block_k, block_m) if a_transposed else (block_m, block_k))),
+        _descriptor(matrices(b, n_matrices, b_stride), *((block_n, block_k) if b_transposed else (block_k, block_n))),
+        bias, out_desc, pre_desc,
         n_matrices, M, N, K, int(a_stride > 0), int(b_stride > 0), 0 if bias is None else bias.stride(0),
         A_TRANSPOSED=a_transposed,
         B_TRANSPOSED=b_transposed,
