@@ -1,0 +1,771 @@
+"""
+Attention
+=========
+
+We compute attention without ever storing its scores, forward and backward, for every length, mask and head dimension.
+
+You will learn:
+
+- what the matrix of scores costs, and how a softmax that arrives in tiles does without it
+- how one number per query lets the backward pass compute the scores again
+- which program owns what, so that five matrix products need no atomic addition
+- which tiles a causal mask leaves out, and what it does to a tile with nothing in it
+"""
+
+# %%
+# The same start as on every page
+# -------------------------------
+
+import math
+
+import torch
+import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+# %%
+# The scores outgrow everything else
+# ----------------------------------
+#
+# One head of attention has a query, a key and a value for each of :math:`S` positions, all of them vectors of
+# :math:`D` numbers. Stacked, they are the matrices :math:`Q`, :math:`K` and :math:`V`, and
+#
+# .. math:: O = P V \qquad P = \text{softmax}(\sigma \, Q K^{\mathsf T}) \qquad \sigma = \frac{1}{\sqrt{D}}
+#
+# with the softmax along each row. In PyTorch this is three lines:
+
+
+def materialised_attention(q, k, v):
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    p = torch.softmax(s, dim=-1)
+    return p @ v
+
+
+q, k, v = torch.randn(3, 2, 113, 40, device=DEVICE).unbind()
+torch.testing.assert_close(
+    materialised_attention(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v), rtol=1e-4, atol=1e-4
+)
+
+# %%
+# Let us count, as on the pages before. Each of the two products takes :math:`2 S^2 D` operations, together
+# :math:`4 S^2 D`. The inputs and the output are :math:`4 S D` numbers. But the scores and the probabilities are
+# :math:`S^2` numbers each, and each of them is written by one line and read by the next: four trips to memory. Here is
+# the account for the sizes that we measure below. A longer sequence means fewer of them, so that the number of
+# positions stays the same.
+
+n_positions, width, head_dim = 16384, 2048, 128
+for S in (512, 2048, 8192, 16384):
+    n_heads = n_positions // S * (width // head_dim)  # of all sequences together
+    flops = 4 * n_heads * S * S * head_dim
+    io, scores = 2 * 4 * n_heads * S * head_dim, 2 * n_heads * S * S  # bytes in float16
+    print(f"S = {S:5}: q, k, v and out {io >> 20} MiB, scores {scores >> 20:5} MiB; operations per byte: ", end="")
+    print(f"{flops / (io + 4 * scores):3.0f} with the scores in memory, {flops / io:4.0f} without")
+
+# %%
+# With the scores in memory the arithmetic intensity cannot exceed :math:`4 S^2 D / 8 S^2 = D / 2` operations per byte,
+# however long the sequence is. That is less than the matrix units of today ask for (page three), so memory would set
+# the time. Without them it is :math:`S / 2`, and attention can run at the rate of a matrix product. All it takes is
+# never to write the scores down.
+
+# %%
+# A sum may change its reference at any time
+# ------------------------------------------
+#
+# The two products could be joined tile by tile, as page three would do it, were it not for the softmax in between. It
+# needs the maximum and the sum of a whole row of scores before it can give out the first probability. Page two met the
+# way out, the online softmax. Here it carries a third value along. Let us look at one query, with scores
+# :math:`s_j` and values :math:`v_j`, in five short steps.
+#
+# *One.* Its output is a quotient of two sums, and any number :math:`c` may be taken off all the exponents, since the
+# factor :math:`e^{-c}` cancels:
+#
+# .. math:: o = \frac{\sum_j e^{s_j - c} \, v_j}{\sum_j e^{s_j - c}} = \frac{a}{\ell}
+#
+# The number :math:`c` is the *reference* of both sums. Nothing says that it must be the maximum of the row.
+#
+# *Two.* A sum over the first few keys moves from the reference :math:`c` to another one, :math:`c'`, by one factor.
+# No key has to be looked at again:
+#
+# .. math:: \sum_j e^{s_j - c'} = e^{c - c'} \sum_j e^{s_j - c}
+#
+# *Three.* So we may choose the reference as we go. We take the largest score so far. Then no exponent is above 0, and
+# nothing overflows. With :math:`m_t` for the largest score in the first :math:`t` tiles of keys:
+#
+# .. math:: m_t = \max\big(m_{t-1}, \max_{j \in t} s_j\big) \qquad r_t = e^{m_{t-1} - m_t} \qquad p_j = e^{s_j - m_t}
+#
+# *Four.* Both sums move to the new reference, then take up the new tile:
+#
+# .. math::
+#    \ell_t = \ell_{t-1} \, r_t + \sum_{j \in t} p_j \qquad a_t = a_{t-1} \, r_t + \sum_{j \in t} p_j \, v_j
+#
+# *Five.* After the last tile, :math:`o = a / \ell`. There is one division for each query, and none for each score.
+#
+# A query keeps :math:`m`, :math:`\ell` and the :math:`D` numbers of :math:`a`. No term of this depends on the length of
+# the sequence. Below are the five steps for all queries at once. The names are those of the kernel to come: `row_max`
+# is :math:`m`, `row_sum` is :math:`\ell`, `acc` is :math:`a` and `rescale` is :math:`r`.
+
+
+def tiled_attention(q, k, v, block=32):
+    scale = q.shape[-1] ** -0.5
+    row_max = q.new_full((*q.shape[:-1], 1), -math.inf)
+    row_sum, acc = torch.zeros_like(row_max), q.new_zeros(*q.shape[:-1], v.shape[-1])
+    for k_tile, v_tile in zip(k.split(block, dim=-2), v.split(block, dim=-2), strict=True):
+        s = q @ k_tile.mT * scale
+        new_max = torch.maximum(row_max, s.amax(dim=-1, keepdim=True))
+        p = torch.exp(s - new_max)
+        rescale = torch.exp(row_max - new_max)
+        row_sum = row_sum * rescale + p.sum(dim=-1, keepdim=True)
+        acc = acc * rescale + p @ v_tile
+        row_max = new_max
+    return acc / row_sum, (row_max + torch.log(row_sum)).squeeze(-1)
+
+
+out, lse = tiled_attention(q, k, v)
+torch.testing.assert_close(out, materialised_attention(q, k, v), rtol=1e-4, atol=1e-4)
+
+# %%
+# The largest temporary, `s`, is now as wide as a tile. The function returns a second value, which costs next to
+# nothing: :math:`L = m + \log \ell`, the logarithm of the sum of all exponentials, or *logsumexp*. It is a maximum and
+# a sum in one number, and it does not depend on the reference:
+#
+# .. math::
+#    L = m + \log \sum_j e^{s_j - m} = \log \sum_j e^{s_j} \qquad
+#    P_{ij} = \frac{e^{s_{ij} - m_i}}{\ell_i} = e^{s_{ij} - L_i}
+#
+# The formula on the right is why we keep it. Whoever has :math:`L` can have any tile of probabilities back for one
+# product and one exponential, in any order, without a maximum and without a sum. The backward pass will need exactly
+# this.
+
+p = torch.exp(q @ k.mT * q.shape[-1] ** -0.5 - lse[..., None])
+torch.testing.assert_close(p @ v, out, rtol=1e-4, atol=1e-4)
+
+# %%
+# A mask leaves whole tiles out
+# -----------------------------
+#
+# A language model must not look ahead: query :math:`i` may see key :math:`j` only if :math:`j \le i`. Such a *causal*
+# mask sets the other scores to :math:`-\infty`, and their probabilities become 0. For half of the matrix all that work
+# is for nothing, and with tiles we can skip it. Every mask of this page is a band: query :math:`i` is allowed the keys
+# from :math:`i + \text{lower}` to :math:`i + \text{upper}`, where either limit may be missing. Causal means
+# :math:`\text{upper} = 0`, and a window of 32 keys before its own adds
+# :math:`\text{lower} = -32`.
+#
+# For a tile of queries, the tiles of keys then come in up to five groups, one after the other: skipped, masked, full,
+# masked, skipped. *Full* means that all queries of the tile are allowed all its keys, so that no mask has to be
+# computed. These are the two functions that the kernels use. The first one finds the groups. The second one is the
+# rule itself, element by element, for the masked tiles.
+
+# quote: triton_gallery.attention._tile_bounds
+# quote: triton_gallery.attention._is_allowed
+
+# %%
+# We let the first function speak: a kernel of four lines calls it for each tile of queries and stores what it says.
+# Then we compare with the rule itself, computed in PyTorch for every pair of query and key: nothing in a skipped tile
+# may be allowed, and everything in a full one must be.
+
+
+@triton.jit
+def tile_bounds_kernel(bounds_ptr, seq_q, seq_k, lower, upper, BLOCK: tl.constexpr, HAS_LOWER: tl.constexpr):
+    start = tl.program_id(0) * BLOCK
+    last = tl.minimum(start + BLOCK, seq_q) - 1
+    bounds = _tile_bounds(start, last, lower, upper, seq_k, BLOCK, HAS_LOWER, True)
+    for i in tl.static_range(4):
+        tl.store(bounds_ptr + tl.program_id(0) * 4 + i, bounds[i])
+
+
+def tile_kinds(seq_q, seq_k, lower, upper, block=16):
+    """For each tile of queries and keys: 0 if it is skipped, 1 if it is masked, 2 if it is full."""
+    n_rows, n_cols = triton.cdiv(seq_q, block), triton.cdiv(seq_k, block)
+    bounds = torch.empty(n_rows, 4, dtype=torch.int32, device=DEVICE)
+    has_lower = lower is not None
+    tile_bounds_kernel[(n_rows,)](bounds, seq_q, seq_k, lower or 0, upper, block, has_lower)
+    begin, full_begin, full_end, end = bounds.cpu()[:, :, None].unbind(1)
+    tile = torch.arange(n_cols)
+    kinds = ((tile >= begin) & (tile < end)).int() + ((tile >= full_begin) & (tile < full_end)).int()
+
+    rows, cols = torch.arange(seq_q)[:, None], torch.arange(seq_k)
+    allowed = (cols <= rows + upper) & (cols >= rows + (lower if has_lower else -seq_q))
+    for (i, j), kind in zip(torch.cartesian_prod(torch.arange(n_rows), tile).tolist(), kinds.flatten(), strict=True):
+        piece = allowed[i * block : (i + 1) * block, j * block : (j + 1) * block]
+        assert kind == 1 or bool(piece.all() if kind == 2 else not piece.any())
+    return kinds
+
+
+import matplotlib.pyplot as plt
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+
+seq_q, seq_k, block = 113, 130, 16
+masks = {
+    "causal, top-left": (None, 0),
+    "causal, bottom-right": (None, seq_k - seq_q),
+    "causal, window of 32": (-32, 0),
+}
+colors = {"skipped": "#FFFFFF", "masked": "#E69F00", "full": "#0072B2"}
+figure, axes = plt.subplots(1, 3, figsize=(9, 3.5), sharey=True, layout="constrained")
+figure.suptitle("What a mask leaves of the tiles of 113 × 130 scores: computed in full, masked, or skipped")
+for ax, (name, (lower, upper)) in zip(axes, masks.items(), strict=True):
+    kinds = tile_kinds(seq_q, seq_k, lower, upper, block)
+    edges = [range(0, (n + 1) * block, block) for n in reversed(kinds.shape)]
+    ax.pcolormesh(*edges, kinds, cmap=ListedColormap(colors.values()), vmin=0, vmax=2, edgecolors="#999999", lw=0.5)
+    ax.plot([upper, upper + seq_q], [0, seq_q], color="black", linewidth=1)
+    ax.set(title=name, xlabel="key (position)", aspect="equal", xlim=(0, edges[0][-1]), ylim=(edges[1][-1], 0))
+    counts = torch.bincount(kinds.flatten(), minlength=3).tolist()
+    print(f"{name + ':':22}{', '.join(f'{n} {kind}' for n, kind in zip(counts, colors, strict=True))}")
+axes[0].set_ylabel("query (position)")
+handles = [Patch(facecolor=color, edgecolor="#999999", label=kind) for kind, color in colors.items()]
+figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+plt.show()
+
+# %%
+# Only the tiles that a limit crosses need a mask, and those at the right end, since 130 keys do not fill the ninth
+# tile. With :math:`n` tiles on each side a causal mask leaves :math:`n (n + 1) / 2` of :math:`n^2`. The longer the
+# sequence, the closer this comes to one half.
+#
+# The first two pictures differ in where a query sits among the keys. In the first, query 0 sits at key 0, which is
+# torch's rule. In the second, the last query sits at the last key. That is what a model needs when it has a few new
+# queries and a cache of old keys.
+
+# %%
+# The kernel that the library runs
+# --------------------------------
+#
+# A program owns a tile of queries and walks the keys, as `tiled_attention` does. Other programs own other queries and
+# need nothing of it. First come the helpers: which tile is mine, and how to load and store a tile whatever its strides
+# are. A few names belong to features that we do not need yet: with `USE_TMA` a hardware unit copies whole tiles, as on
+# page three, and `PRECISION` says how to multiply float32.
+
+# quote: triton_gallery.attention._tile_and_head
+# quote: triton_gallery.attention._tile_ptrs
+# quote: triton_gallery.attention._load_tile
+# quote: triton_gallery.attention._store_tile
+
+# %%
+# And this is the kernel. The argument list is long, since there are four tensors of four strides each. The loop in the
+# middle is the loop from above.
+
+# quote: triton_gallery.attention._attention_fwd_kernel
+
+# %%
+# The launcher turns the causal mask into limits, and `scale` into a number.
+
+
+def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32):
+    (batch, n_heads, seq_q, head_dim), (_, n_kv_heads, seq_k, _) = q.shape, k.shape
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device)
+    BLOCK_D = triton.next_power_of_2(head_dim)
+    n_programs = triton.cdiv(seq_q, BLOCK_M) * batch * n_heads
+    _attention_fwd_kernel[(n_programs,)](
+        q, k, v, out, lse, seq_q, seq_k, n_heads, n_heads // n_kv_heads, batch * n_heads,
+        q.stride(), k.stride(), v.stride(), out.stride(), 0, 0, head_dim**-0.5,
+        HAS_LOWER=False, HAS_UPPER=is_causal, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D, ALIGN=1, USE_TMA=False, PRECISION="ieee",
+    )  # fmt: skip
+    return out, lse
+
+
+# %%
+# What the hard lines are for
+# ---------------------------
+#
+# - `_tile_and_head` decides in which order the work is handed out. Programs that run at the same time should read the
+#   same keys and values, so that the L2 cache serves most of them. Heads are taken in sections whose keys and values
+#   fit there together.
+# - `start` counts from the end: under a causal mask the last queries see the most keys. Long jobs first, short jobs
+#   into the gaps, is how any list of jobs ends early on many machines.
+# - `scale_log2` holds :math:`\sigma \log_2 e`. The hardware computes :math:`2^x`, and :math:`e^x = 2^{x \log_2 e}`.
+#   With the factor inside the scale, the change of base costs nothing, and `s * scale_log2 - new_max` is one
+#   instruction for each score.
+# - `row_max` begins at the lowest finite number where `tiled_attention` has :math:`-\infty`. The section before the
+#   exercises shows why.
+# - `for part in tl.static_range(...)` is unrolled when the kernel is compiled. It becomes two loops for a causal mask,
+#   three for a window. In the loop over full tiles, `part != 1` is known to be false, and no mask is computed.
+# - `tl.max(s, 1) * scale_log2` scales one number of a row and not the row. That is allowed because the scale is
+#   positive; `tg.attention` turns a negative one into a negative :math:`Q`.
+# - `p.to(v_tile.dtype)` narrows the probabilities to what the matrix unit takes. They lie between 0 and 1. `acc`
+#   and `row_sum` remain in float32, or float64 if the inputs are.
+# - `tl.dot(p, v_tile, acc * rescale[:, None])` is step four for :math:`a`. The rescaling is a product for each number
+#   of `acc`, not for each score, so the wider the tile of keys, the less it weighs.
+# - `other=0.0` in `_load_tile`: padded columns of :math:`Q` and :math:`K` add 0 to a score. Padded rows of :math:`V`
+#   meet probabilities of 0, but 0 times whatever lies in memory may be NaN, so they have to be 0 as well.
+# - `empty` takes care of a query that no key is allowed to. Its output is 0, and its logsumexp :math:`-\infty`.
+
+# %%
+# It agrees with torch where nothing divides
+# ------------------------------------------
+#
+# 113 queries, 130 keys and 40 columns fill neither the last tile of queries, nor the last tile of keys, nor the padded
+# 64 columns.
+
+q = torch.randn(2, 2, 113, 40, device=DEVICE)
+k, v = torch.randn(2, 2, 2, 130, 40, device=DEVICE)
+for is_causal in (False, True):
+    out, lse = my_attention(q, k, v, is_causal)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+    s = q @ k.mT * 40**-0.5
+    if is_causal:
+        s = s.masked_fill(torch.ones(113, 130, dtype=torch.bool, device=DEVICE).triu(1), -math.inf)
+    torch.testing.assert_close(lse, torch.logsumexp(s, dim=-1), rtol=1e-4, atol=1e-4)
+
+# %%
+# Five products lead back
+# -----------------------
+#
+# Training asks for the gradients of :math:`Q`, :math:`K` and :math:`V`, and gives us :math:`dO`, the gradient of the
+# output. We go backwards through the formula, one step at a time. The last step was :math:`O = P V`, a product of two
+# matrices, so page three tells us both gradients:
+#
+# .. math:: dV = P^{\mathsf T} \, dO \qquad dP = dO \, V^{\mathsf T}
+#
+# Before it came the softmax of each row. Page two has its gradient: take off the mean of :math:`dP`, weighted by the
+# probabilities, and multiply by them.
+#
+# .. math:: dS_{ij} = P_{ij} \, (dP_{ij} - \delta_i) \qquad \delta_i = \sum_j P_{ij} \, dP_{ij}
+#
+# That sum runs over a whole row of two matrices that we do not have. But it is a number we can get for less. Put in
+# what :math:`dP_{ij}` is, the dot product of :math:`dO_i` and :math:`v_j`, and take :math:`dO_i` out of the sum:
+#
+# .. math:: \delta_i = \sum_j P_{ij} \; dO_i \cdot v_j = dO_i \cdot \sum_j P_{ij} \, v_j = dO_i \cdot O_i
+#
+# It is the dot product of two rows that lie in memory. (Whoever uses the logsumexp, too, sends back a gradient
+# :math:`dL`. Since :math:`\partial L_i / \partial s_{ij} = P_{ij}`, it joins :math:`\delta_i` with a minus sign, and
+# nothing else changes.) The first step was a product again:
+#
+# .. math:: dQ = \sigma \, dS \, K \qquad dK = \sigma \, dS^{\mathsf T} Q
+#
+# Together with :math:`S = Q K^{\mathsf T}`, from which :math:`P = e^{\sigma S - L}` is made anew, these are the five
+# products: :math:`S`, :math:`dP`, :math:`dV`, :math:`dQ` and :math:`dK`. The forward pass has two, so the backward pass
+# costs 2.5 times as much arithmetic.
+#
+# Now for who computes what. :math:`P` and :math:`dS` exist one tile at a time, as before. A tile of :math:`dK` or
+# :math:`dV` is a sum over *queries*, and a tile of :math:`dQ` is a sum over *keys*. A program that walks along queries
+# can finish :math:`dK` and :math:`dV` on its own, and a program that walks along keys can finish :math:`dQ`, but none
+# can do both. Here are both walks for one head:
+
+
+def tiled_backward(q, k, v, out, lse, dout, block=32):
+    scale = q.shape[-1] ** -0.5
+    delta = (dout * out).sum(dim=-1)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    def p_and_ds(rows, cols):
+        p = torch.exp(q[rows] @ k[cols].T * scale - lse[rows, None])
+        dp = dout[rows] @ v[cols].T
+        return p, p * (dp - delta[rows, None])
+
+    query_tiles = torch.arange(len(q), device=q.device).split(block)
+    key_tiles = torch.arange(len(k), device=q.device).split(block)
+    for cols in key_tiles:  # a program for each owns its dk and dv
+        for rows in query_tiles:
+            p, ds = p_and_ds(rows, cols)
+            dv[cols] += p.T @ dout[rows]
+            dk[cols] += ds.T @ q[rows] * scale
+    for rows in query_tiles:  # a program for each owns its dq
+        for cols in key_tiles:
+            _, ds = p_and_ds(rows, cols)
+            dq[rows] += ds @ k[cols] * scale
+    return dq, dk, dv
+
+
+q1, k1, v1 = (x[0, 0].clone().requires_grad_() for x in (q, k, v))
+dout = torch.randn_like(q1)
+expected = torch.autograd.grad(materialised_attention(q1, k1, v1), (q1, k1, v1), dout)
+with torch.no_grad():
+    gradients = tiled_backward(q1, k1, v1, *tiled_attention(q1, k1, v1), dout)
+torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+
+# %%
+# Two walks, and no atomics
+# -------------------------
+#
+# The outer loops are the launch grids of two kernels. In each of them every number of a gradient belongs to one
+# program, which adds to it in registers, tile after tile, and stores it once. No two programs ever write to the same
+# address. So there are no atomic additions, and no sum depends on which program happened to be faster: the same inputs
+# give the same bits, in every run. The forward pass has this property for the same reason.
+#
+# The price is that `p_and_ds` runs twice for each tile. The two kernels have seven products, four and three, where
+# the formulas have five. We credit five to everybody when we measure.
+#
+# This is the kernel for :math:`dK` and :math:`dV`. A program owns a tile of keys. With grouped queries it walks the
+# queries of all heads that share these keys, one head after the other, and so even that sum stays in one place.
+
+# quote: triton_gallery.attention._load_statistics
+# quote: triton_gallery.attention._attention_bwd_dkdv_kernel
+
+# %%
+# - `s`, `p`, `dp` and `ds` are transposed here, with keys along the first axis. The products for :math:`dV` and
+#   :math:`dK` need :math:`P^{\mathsf T}` and :math:`dS^{\mathsf T}` as their left factors, and these then lie in
+#   registers as the matrix unit wants them.
+# - `bounds` comes from the same `_tile_bounds`, with the roles of queries and keys exchanged. Key :math:`j` is seen by
+#   the queries from :math:`j - \text{upper}` to :math:`j - \text{lower}`.
+# - `lse_log2` and `delta` reach to the end of the last tile of queries. Behind the last query `lse_log2` is infinite,
+#   which makes the probabilities there :math:`2^{-\infty} = 0`. No mask is needed along the queries.
+# - `dk` takes its factor :math:`\sigma` once, after the loop.
+#
+# The library computes :math:`\delta` and the padded statistics in a small kernel of their own,
+# `_attention_bwd_preprocess_kernel`. For us, two lines of PyTorch will do.
+
+
+def my_dk_dv(q, k, v, out, lse, dout, is_causal=False, BLOCK_M=64, BLOCK_N=32):
+    (batch, n_heads, seq_q, head_dim), (_, n_kv_heads, seq_k, _) = q.shape, k.shape
+    padding = (0, -seq_q % BLOCK_M)
+    delta = torch.nn.functional.pad((dout * out).sum(dim=-1), padding)
+    lse_log2 = torch.nn.functional.pad(lse * math.log2(math.e), padding, value=math.inf)
+    dk, dv, BLOCK_D = torch.empty_like(k), torch.empty_like(v), triton.next_power_of_2(head_dim)
+    n_programs = triton.cdiv(seq_k, BLOCK_N) * batch * n_kv_heads
+    _attention_bwd_dkdv_kernel[(n_programs,)](
+        q, k, v, dout, lse_log2, delta, dk, dv,
+        seq_q, delta.shape[-1], seq_k, n_heads, n_heads // n_kv_heads, batch * n_kv_heads,
+        q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), 0, 0, head_dim**-0.5,
+        HAS_LOWER=False, HAS_UPPER=is_causal, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D, ALIGN=1, USE_TMA=False, PRECISION="ieee",
+    )  # fmt: skip
+    return dk, dv
+
+
+def gradients_of(attention, q, k, v, dout, **options):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(attention(*leaves, **options), leaves, dout)
+
+
+dout = torch.randn_like(q)
+for is_causal in (False, True):
+    dk, dv = my_dk_dv(q, k, v, *my_attention(q, k, v, is_causal), dout, is_causal)
+    _, *expected = gradients_of(torch.nn.functional.scaled_dot_product_attention, q, k, v, dout, is_causal=is_causal)
+    torch.testing.assert_close((dk, dv), tuple(expected), rtol=1e-4, atol=1e-4)
+
+# %%
+# `_attention_bwd_dq_kernel` is its mirror image, and the second half of `tiled_backward`: a program owns a tile of
+# queries and walks the keys between the bounds of the forward pass. Three products make :math:`S`, :math:`dP` and
+# :math:`dQ`. With :math:`L` at hand there is no maximum, no sum and no rescaling, so the loop is simpler than that of
+# the forward pass.
+
+# %%
+# From kernels to a function
+# --------------------------
+#
+# `triton_gallery.attention` has the arguments of torch's `scaled_dot_product_attention` and a few more. It takes any
+# strides, any lengths, and head dimensions up to 256. All three gradients agree with torch's on the awkward shape:
+
+for options in ({"is_causal": True}, {"scale": 0.3}):
+    ours = gradients_of(tg.attention, q, k, v, dout, **options)
+    torchs = gradients_of(torch.nn.functional.scaled_dot_product_attention, q, k, v, dout, **options)
+    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+
+# %%
+# A model that generates text keeps the keys and values of all earlier positions. It often has several heads of queries
+# for each head of keys, *grouped-query attention*, to keep that cache small. Three new queries against eleven keys, the
+# last query at the last key, eight heads on two:
+
+new_q = torch.randn(1, 8, 3, 40, device=DEVICE)
+cached_k, cached_v = torch.randn(2, 1, 2, 11, 40, device=DEVICE)
+options = {"is_causal": True, "enable_gqa": True}
+out = tg.attention(new_q, cached_k, cached_v, causal_alignment="bottom-right", **options)
+
+allowed = torch.ones(3, 11, dtype=torch.bool, device=DEVICE).tril(11 - 3)
+print(allowed.int())
+expected = torch.nn.functional.scaled_dot_product_attention(
+    new_q, cached_k, cached_v, attn_mask=allowed, enable_gqa=True
+)
+torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+try:
+    tg.attention(new_q, cached_k, cached_v)
+except ValueError as error:
+    print("ValueError:", error)
+
+# %%
+# On Hopper, copying and multiplying have warps of their own
+# ----------------------------------------------------------
+#
+# The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H200, the library has a
+# second pair. They serve what most models train with: float16 or bfloat16, a head dimension of 64 or 128, no window,
+# and for the backward pass as many heads of keys as of queries. They compute the same formulas. What changes is who
+# waits for whom.
+#
+# The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
+# head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
+# matrix unit does about 256. So the exponentials take half as long as the products, and at a head dimension of 64 as
+# long. A program that first multiplies and then takes exponentials leaves each unit idle while the other works.
+# Therefore these kernels are written in Gluon, the lower level of Triton, where one can say which warps do what:
+#
+# - One group of warps, the *producer*, does nothing but start copies of :math:`K` and :math:`V` from memory into
+#   shared memory. Two or three other groups, the *consumers*, own 64 queries each and do the arithmetic. Barriers in
+#   shared memory tell a consumer that a tile has arrived, and the producer that its place is free again.
+# - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
+#   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
+#   own product.
+# - The keys are walked from the diagonal backwards. Then only the first tile of a walk can need a mask. It holds at
+#   least one key that is allowed to each query, so the reference is finite from the start.
+# - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
+#   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
+#
+# The backward kernel makes one walk and five products. A program owns 128 keys and adds up their :math:`dK` and
+# :math:`dV` in registers. Each tile's share of :math:`dQ` goes to memory, where the hardware adds it to a float32 sum,
+# next to the shares of other programs. Their order is whatever happens, floating-point addition depends on the order,
+# and so :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do not.
+#
+# Who needs the same bits every time says so in torch's own words. `torch.use_deterministic_algorithms(True)` makes the
+# library take the two walks with seven products instead:
+
+half = [torch.randn(1, 2, 100, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
+torch.use_deterministic_algorithms(True)
+first, second = gradients_of(tg.attention, *half), gradients_of(tg.attention, *half)
+torch.use_deterministic_algorithms(False)
+for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
+    assert torch.equal(one, other)
+    print(f"{name} repeats bit for bit")
+
+# %%
+# At the rate of a matrix product?
+# --------------------------------
+#
+# We measure at a fixed number of positions, 16384, and a fixed width of 2048 for all heads together, in float16. The
+# sequences grow from 512 positions to 16384, and their number shrinks. The operations that we divide by the time are
+# :math:`4 S^2 D` for each head of the forward pass, 2.5 times as much for the backward pass, and half of that under a
+# causal mask, whatever a kernel really computes. The peers are cuDNN's attention and FlashAttention-2, by name, so
+# that torch does not choose for us. A backward pass is `torch.autograd.grad` on a graph that is kept, for all alike,
+# with torch's default setting: no determinism asked for. The limit is torch's product of large matrices.
+#
+# A GPU that runs at the limit of its power changes its clock from second to second. So each point is measured twice,
+# the second time with the providers in reverse order.
+
+import contextlib
+
+BACKENDS = {
+    "cuDNN": torch.nn.attention.SDPBackend.CUDNN_ATTENTION,
+    "FlashAttention-2": torch.nn.attention.SDPBackend.FLASH_ATTENTION,
+}
+
+
+def bench_attention(seq_len, direction, head_dim, is_causal, provider):
+    shape = (16384 // seq_len, 2048 // head_dim, seq_len, head_dim)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.float16, requires_grad=direction == "bwd") for _ in "qkv")
+
+    if provider == "triton_gallery":
+        attention, backend = tg.attention, contextlib.nullcontext()
+    else:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        backend = torch.nn.attention.sdpa_kernel(BACKENDS[provider])
+    flops = 4 * 16384 * 2048 * seq_len / (2 if is_causal else 1)
+    with backend:
+        if direction == "fwd":
+            times = tg.benchmark.measure(lambda: attention(q, k, v, is_causal=is_causal))
+            return tg.benchmark.tflops(flops, times)
+        out, dout = attention(q, k, v, is_causal=is_causal), torch.randn(shape, device=DEVICE, dtype=torch.float16)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    return tg.benchmark.tflops(2.5 * flops, times)
+
+
+def sweep(direction, head_dim, is_causal):
+    name = {"fwd": "forward", "bwd": "backward"}[direction] + (", causal" if is_causal else "")
+    return tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["seq_len"],
+            x_vals=[512, 1024, 2048, 4096, 8192, 16384],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", *BACKENDS],
+            line_names=["triton_gallery", *BACKENDS],
+            xlabel="sequence length",
+            ylabel="TFLOP/s",
+            plot_name=f"attention-{direction}-d{head_dim}{'-causal' if is_causal else ''}-fp16",
+            args={"direction": direction, "head_dim": head_dim, "is_causal": is_causal},
+        ),
+        title=f"Attention {name}, head dimension {head_dim}, float16",
+        limit="matmul-fp16",
+        rounds=2,
+    )(bench_attention)
+
+
+reports = {}
+for direction in ("fwd", "bwd"):
+    for head_dim in (64, 128):
+        for is_causal in (False, True):
+            reports[direction, head_dim, is_causal] = sweep(direction, head_dim, is_causal).run()
+
+# %%
+# The forward pass at head dimension 128, first without a mask, then causal:
+
+reports["fwd", 128, False].plot()
+
+# %%
+
+reports["fwd", 128, True].plot()
+
+# %%
+
+reports["fwd", 128, True]
+
+# %%
+# The backward pass, in the same order:
+
+reports["bwd", 128, False].plot()
+
+# %%
+
+reports["bwd", 128, True].plot()
+
+# %%
+
+reports["bwd", 128, True]
+
+# %%
+# What the compiler made of it
+# ----------------------------
+#
+# The forward pass for three GPUs. The accumulator, the scores and the statistics of a tile have to fit into registers,
+# while shared memory holds the queries and the tiles of keys and values that are on their way.
+
+q_meta, k_meta, v_meta = torch.empty(3, 1, 16, 4096, 128, dtype=torch.float16, device="meta")
+tg.codegen.inspect(tg.attention, q_meta, k_meta, v_meta, is_causal=True, targets=("sm_80", "sm_90", "gfx942"))
+
+# %%
+# On sm_90 the row is that of the Gluon kernel: its warps include the producer's, its loads are TMA copies, and its
+# products are `wgmma`, which a whole group of warps issues together. The other two rows are the kernel quoted above:
+# `mma` on NVIDIA's older matrix units, `mfma` on AMD's.
+
+# %%
+# What we saw
+# -----------
+
+print(reports["fwd", 128, False].summary())
+print(reports["fwd", 128, True].summary())
+
+# %%
+# Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
+# curve should be nearly flat. What bends it is the fixed cost of a tile of queries, its loads at the start and its
+# division and store at the end, which a short walk along the keys pays for more often.
+#
+# Under a causal mask, the tiles on the diagonal are computed in full and credited by half. With :math:`n` tiles on each
+# side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count:
+
+for seq_len in (512, 1024, 4096, 16384):
+    n = seq_len // 128
+    print(f"{seq_len:5} positions, tiles of 128: {(n + 1) / n - 1:5.1%} more work than what is credited")
+
+# %%
+# So every causal curve begins low, and the difference has all but vanished at 16384. The limit is a hard one: a matrix
+# product has no exponentials to wait for. Head dimension 64 has twice as many of them for the same operations, which
+# should keep its curves further from the limit. The backward pass has five products for each exponential where the
+# forward pass has two. Against this stands that it has more tiles to keep at a time, in registers and shared memory,
+# and that :math:`dQ` has to travel to memory and back. These are the other six sweeps:
+
+for sweep_of, report in reports.items():
+    if sweep_of not in (("fwd", 128, False), ("fwd", 128, True)):
+        print(report.summary())
+
+# %%
+# Break it: a first tile with nothing in it
+# -----------------------------------------
+#
+# Here is `tiled_attention` with a mask. It begins, as in the derivation, at a maximum of :math:`-\infty`, and we try it
+# on a causal mask and on a causal mask with a window.
+
+
+def masked_attention(q, k, v, allowed, first_max=-math.inf, fill=-math.inf, block=32):
+    row_max = q.new_full((len(q), 1), first_max)
+    row_sum, acc = torch.zeros_like(row_max), torch.zeros_like(q)
+    for k_tile, v_tile, allowed_tile in zip(k.split(block), v.split(block), allowed.split(block, dim=1), strict=True):
+        s = torch.where(allowed_tile, q @ k_tile.T * q.shape[-1] ** -0.5, fill)
+        new_max = torch.maximum(row_max, s.amax(dim=1, keepdim=True))
+        p = torch.exp(s - new_max)
+        rescale = torch.exp(row_max - new_max)
+        row_sum = row_sum * rescale + p.sum(dim=1, keepdim=True)
+        acc = acc * rescale + p @ v_tile
+        row_max = new_max
+    return acc / row_sum
+
+
+def check(attention, allowed):
+    s = (q1 @ k1.T * q1.shape[-1] ** -0.5).masked_fill(~allowed, -math.inf)
+    expected = torch.softmax(s, dim=1).nan_to_num(0) @ v1  # a query with no key at all: 0
+    try:
+        torch.testing.assert_close(attention, expected, rtol=1e-4, atol=1e-4)
+        print("passed")
+    except AssertionError as error:
+        print(f"{attention.isnan().sum()} of {attention.numel()} numbers are NaN;", *str(error).splitlines()[2:4])
+
+
+q1, k1, v1 = q[0, 0], k[0, 0, :113], v[0, 0, :113]
+causal = torch.ones(113, 113, dtype=torch.bool, device=DEVICE).tril()
+window = causal.triu(-16)  # and the 16 keys before its own
+check(masked_attention(q1, k1, v1, causal), causal)
+check(masked_attention(q1, k1, v1, window), window)
+
+# %%
+# A causal mask passes, and that is the trap: every query sees key 0, so its first tile is never empty. With a window,
+# query 100 sees nothing in the tile of keys 0 to 31. Its maximum remains :math:`-\infty`, and
+# :math:`-\infty - (-\infty)` is NaN, in `p` as in `rescale`. No later tile heals a NaN. Skipping tiles does not save
+# us, either: a program begins at the first tile that *some* query of its own needs, and for its last query that tile
+# may be empty.
+#
+# The remedy of the shipped kernel is a finite start. Then an empty tile gives :math:`e^{-\infty} = 0`, and the first
+# real score rescales by 0 what was 0 already.
+
+lowest = torch.finfo(torch.float32).min
+check(masked_attention(q1, k1, v1, window, first_max=lowest), window)
+
+# %%
+# A popular other remedy fills with a large negative number, and not with :math:`-\infty`. It passes, too, until a query
+# has no key at all: 113 queries, 90 keys, the last query at the last key.
+
+k1, v1 = k1[:90], v1[:90]
+late = torch.ones(113, 90, dtype=torch.bool, device=DEVICE).tril(90 - 113)
+out = masked_attention(q1, k1, v1, late, first_max=lowest, fill=-1e6)
+check(out, late)
+print("query 0 got the mean of all values:", torch.allclose(out[0], v1.mean(dim=0), rtol=1e-4, atol=1e-5))
+
+# %%
+# All scores of that query are equal, and the softmax of equal numbers is uniform. The result is finite and plausible
+# and mixes in every value that the mask should have hidden. With :math:`-\infty` instead, the sum is 0, and the
+# division gives NaN, unless somebody asks as the kernel does with `empty`. So a test of masks needs a window and a
+# query without keys. The library passes both:
+
+late_out = tg.attention(q1[None], k1[None], v1[None], is_causal=True, causal_alignment="bottom-right")[0]
+check(late_out, late)
+k1, v1 = k[0, 0, :113], v[0, 0, :113]
+check(tg.attention(q1[None], k1[None], v1[None], is_causal=True, window=16)[0], window)
+
+# %%
+# Exercises
+# ---------
+#
+# 1. One query against a long cache is one tile of queries for each head, too few programs for a GPU. Give each of
+#    several programs a part of the keys, and join their results. Try it in PyTorch first, with
+#    `tg.attention(..., return_lse=True)` on two halves of the keys. (Hint: the results are averaged, with the softmax
+#    of their logsumexps as weights.)
+# 2. Let `start` in `_attention_fwd_kernel` count from the beginning, and draw which program ends when, on four
+#    multiprocessors, with a causal mask and eight tiles of queries. Both orders have the same work; how long does each
+#    take?
+# 3. Give the kernel a bias of :math:`-\beta (i - j)` on its scores, for causal masks, as the ALiBi method has it. Which
+#    line changes? Which of the three gradients need a new line in the backward kernels, and why is :math:`\delta`
+#    the same as before?
+
+# %%
+# References
+# ----------
+#
+# - `Attention is all you need <https://arxiv.org/abs/1706.03762>`_, Vaswani et al., 2017: the formula.
+# - `Online normalizer calculation for softmax <https://arxiv.org/abs/1805.02867>`_, Milakov and Gimelshein, 2018:
+#   changing the reference of a sum.
+# - `Self-attention does not need O(n²) memory <https://arxiv.org/abs/2112.05682>`_, Rabe and Staats, 2021: attention
+#   without the matrix of scores.
+# - `FlashAttention <https://arxiv.org/abs/2205.14135>`_, Dao et al., 2022: the same, tile by tile on one chip, with the
+#   backward pass.
+# - `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_, Dao, 2023: one program for each tile of queries, and fewer
+#   operations that are no products.
+# - `FlashAttention-3 <https://arxiv.org/abs/2407.08608>`_, Shah et al., 2024: producers, consumers, and softmax under
+#   products on Hopper.
+
+# %%
+# Where this page ran
+# -------------------
+
+print(tg.benchmark.environment())
+
+# sphinx_gallery_thumbnail_number = 2
