@@ -168,9 +168,10 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
 
 def _fast_key(kernel, args: tuple, meta: dict) -> tuple | None:
     """All that decides which binary a launch on an NVIDIA GPU runs, or None where only Triton itself can tell."""
-    if INTERPRET or torch.version.hip is not None or not (type(args[0]) in _TENSORS and args[0].is_cuda):
+    first = args[0] if type(args[0]) in _TENSORS else getattr(args[0], "base", None)
+    if INTERPRET or torch.version.hip is not None or first is None or not first.is_cuda:
         return None
-    parts = [kernel.fn, args[0].get_device()]
+    parts = [kernel.fn, first.get_device()]
     for arg in args:
         kind = type(arg)
         if kind in _TENSORS:
@@ -182,6 +183,8 @@ def _fast_key(kernel, args: tuple, meta: dict) -> tuple | None:
             parts.append(tuple(_int_kind(item) if type(item) is int else type(item) for item in arg))
         elif arg is None or kind is float or kind is bool:
             parts.append(kind)
+        elif (specialization := getattr(arg, "specialization", None)) is not None:
+            parts.append((kind, specialization))
         else:
             return None
     parts.extend(meta.items())
@@ -201,6 +204,35 @@ def _constants(kernel, n_args: int, meta: dict) -> Iterator:
     """The values of the parameters behind the first `n_args`, in the kernel's order."""
     for parameter in list(kernel.signature.parameters.values())[n_args:]:
         yield meta.get(parameter.name, parameter.default)
+
+
+# Arguments of `descriptor` without the tensor -> the attributes of a descriptor made from them.
+_descriptors: dict[tuple, dict] = {}
+# What Triton specializes on in a descriptor -> a number for it.
+_specializations: dict[tuple, int] = {}
+
+
+def descriptor(
+    kind: type, x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...], *layout
+):
+    """``kind(x, shape, strides, block_shape, *layout)``, where `kind` is tl's tensor descriptor or Gluon's.
+
+    Its checks take the host several microseconds, so they run once for each list of arguments; that x is 16-byte
+    aligned the caller has to know.
+    """
+    key = (kind, x.dtype, shape, strides, block_shape, *layout)
+    attributes = _descriptors.get(key)
+    if attributes is None:
+        if len(_descriptors) >= 4096:
+            _descriptors.clear()
+        attributes = vars(kind(x, list(shape), list(strides), list(block_shape), *layout))
+        attributes["specialization"] = _specializations.setdefault(
+            (kind, x.dtype, block_shape, *layout), len(_specializations)
+        )
+        _descriptors[key] = {**attributes, "base": None}
+    made = object.__new__(kind)
+    vars(made).update(attributes, base=x)
+    return made
 
 
 def _tensor(arg: object) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ import triton.language as tl
 from . import hopper
 from ._launch import (
     FLOATS,
+    cdiv,
     check_same_device,
     check_tensor,
     collapse,
@@ -140,7 +141,7 @@ def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: 
         block_m, block_n = (16, 64) if M <= N else (64, 16)
         return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=4)
     block_m, block_n = (128, 128) if wide else (64, 128)
-    n_tiles = n_matrices * triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    n_tiles = n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
     if itemsize == 8 or n_tiles < num_multiprocessors(device):
         # Smaller tiles where large ones leave multiprocessors without work, and for float64, which fills the registers.
         num_warps = 4 if itemsize <= 2 else 8
@@ -176,7 +177,8 @@ def _empty_outputs(
     save_pre: bool,
 ) -> list[torch.Tensor]:
     try:
-        batch_shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        # Two matrices need no broadcast, which costs the host more than a small product costs the GPU.
+        batch_shape = () if a.ndim == b.ndim == 2 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ValueError(f"matmul: the batch dimensions of a and b must broadcast, got shapes {shapes}") from None
@@ -204,9 +206,11 @@ def _matmul(
     (M, N), K = out.shape[-2:], a.shape[-1]
     n_matrices = out.numel() // (M * N)
     batch_shape = out.shape[:-2]
-    batch = collapse(
-        batch_shape, a.expand(*batch_shape, M, K).stride()[:-2], b.expand(*batch_shape, K, N).stride()[:-2]
-    )
+    if batch_shape:
+        batch_strides = (x.expand(*batch_shape, *x.shape[-2:]).stride()[:-2] for x in (a, b))
+        batch = collapse(batch_shape, *batch_strides)
+    else:
+        batch = (1,), [(0,), (0,)]
     reduced = _is_reduced(a.dtype, precision)
     if is_hopper(a.device):
         tma = hopper.load("matmul")
@@ -217,7 +221,7 @@ def _matmul(
     config = _config(M, N, n_matrices, a.element_size(), _loads_are_wide(a) and _loads_are_wide(b), a.device)
     launch(
         _matmul_kernel,
-        (n_matrices * triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),),
+        (n_matrices * cdiv(M, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"]),),
         a, b, bias, out, pre, M, N, K, *a.stride()[-2:], *b.stride()[-2:], 0 if bias is None else bias.stride(0),
         batch[0], *batch[1],
         **config,

@@ -4,6 +4,8 @@ Gluon is experimental and renames things between Triton versions. Importing this
 then `triton_gallery.hopper.load` returns None and the ``tl`` kernels do the work.
 """
 
+import functools
+
 import torch
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -17,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .. import _launch
 
 __all__ = [
     "TensorDescriptor",
@@ -59,12 +63,18 @@ def tma_can_address(x: torch.Tensor) -> bool:
     return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
 
 
+@functools.cache
+def _layout(dtype: torch.dtype, block_shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block_shape), _ELEMENTS[dtype])
+
+
 def descriptor(x: torch.Tensor, block_shape: list[int]) -> TensorDescriptor:
     """A tensor descriptor of x for tiles of `block_shape`, with the layout that the matrix unit reads."""
-    layout = gl.NVMMASharedLayout.get_default_for(block_shape, _ELEMENTS[x.dtype])
+    shape, block_shape = tuple(x.shape), tuple(block_shape)
     # The stride of a dimension of size 1 is never used, but the descriptor checks it.
-    strides = [stride if size > 1 else x.shape[-1] for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block_shape, layout)
+    strides = tuple(stride if size > 1 else shape[-1] for stride, size in zip(x.stride()[:-1], shape, strict=False))
+    layout = _layout(x.dtype, block_shape)
+    return _launch.descriptor(TensorDescriptor, x, shape, (*strides, 1), block_shape, layout)
 
 
 @builtin

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import launch
+from .._launch import cdiv, launch
+from .._launch import descriptor as launch_descriptor
 from ._gluon import (
     TensorDescriptor,
     as_row,
@@ -34,6 +35,7 @@ from ._gluon import (
 LOG2_E = 1.4426950408889634
 KEYS_PER_PROGRAM = 128
 QUERIES_PER_TILE = 64
+STATS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
@@ -367,8 +369,8 @@ def backward(
     if not tma_can_address(dout):
         dout = dout.contiguous()
     # An even number: a key tile's diagonal crosses two query tiles. Rows past the end count for nothing.
-    n_q_tiles = 2 * triton.cdiv(seq_q, 2 * QUERIES_PER_TILE)
-    n_kv_tiles = triton.cdiv(seq_kv, KEYS_PER_PROGRAM)
+    n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
+    n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
     stats = torch.empty((n_tiles * 2, QUERIES_PER_TILE), device=q.device, dtype=torch.float32)
     dq_sum = torch.empty((n_tiles * QUERIES_PER_TILE, head_dim), device=q.device, dtype=torch.float32)
@@ -385,8 +387,8 @@ def backward(
         descriptor(dout, [1, 1, QUERIES_PER_TILE, head_dim]),
         descriptor(k, [1, 1, KEYS_PER_PROGRAM, head_dim]),
         descriptor(v, [1, 1, KEYS_PER_PROGRAM, head_dim]),
-        TensorDescriptor.from_tensor(
-            stats, [1, QUERIES_PER_TILE], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        launch_descriptor(
+            TensorDescriptor, stats, tuple(stats.shape), stats.stride(), (1, QUERIES_PER_TILE), STATS_LAYOUT
         ),
         descriptor(dk, [1, 1, KEYS_PER_PROGRAM, head_dim]),
         descriptor(dv, [1, 1, KEYS_PER_PROGRAM, head_dim]),

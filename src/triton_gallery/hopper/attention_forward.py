@@ -12,9 +12,8 @@ import functools
 import heapq
 
 import torch
-import triton
 
-from .._launch import launch, num_multiprocessors
+from .._launch import cdiv, launch, num_multiprocessors
 from ._gluon import (
     async_load,
     async_store,
@@ -76,9 +75,9 @@ def _schedule(n_tiles, n_heads, rows, seq_kv, head_dim, is_causal, device):
         for tile, head in tiles:
             time, program = heapq.heappop(free_at)
             lists[program].append(head * MAX_TILES.value + tile)
-            n_kv_tiles = triton.cdiv(seq_kv, BLOCK_N)
+            n_kv_tiles = cdiv(seq_kv, BLOCK_N)
             if is_causal:
-                n_kv_tiles = min(n_kv_tiles, triton.cdiv((tile + 1) * rows, BLOCK_N))
+                n_kv_tiles = min(n_kv_tiles, cdiv((tile + 1) * rows, BLOCK_N))
             # 0.6 of a step is what starting and ending a tile costs.
             heapq.heappush(free_at, (time + n_kv_tiles + 0.6, program))
     width = max(map(len, lists)) + 1
@@ -427,7 +426,7 @@ def forward(
     # spare for masking a ragged end.
     n_consumers = 3 if head_dim == 64 and even_kv and not (is_causal and seq_q < 2048) else 2
     rows = block_m * n_consumers
-    schedule = _schedule(triton.cdiv(seq_q, rows), batch * n_heads, rows, seq_kv, head_dim, is_causal, q.device)
+    schedule = _schedule(cdiv(seq_q, rows), batch * n_heads, rows, seq_kv, head_dim, is_causal, q.device)
     launch(
         _attention_fwd_hopper_kernel,
         (schedule.shape[0],),

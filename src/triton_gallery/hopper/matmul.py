@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .._launch import launch, num_multiprocessors
+from .._launch import cdiv, descriptor, launch, num_multiprocessors
 from ..matmul import _activate, _grouped_tile
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -128,7 +128,7 @@ def _config(M: int, N: int, n_matrices: int, partial_sums: bool, n_programs: int
 
     def time(tile):
         block_m, block_n, _, _, rate = tile
-        rounds = triton.cdiv(n_matrices * triton.cdiv(M, block_m) * triton.cdiv(N, block_n), n_programs)
+        rounds = cdiv(n_matrices * cdiv(M, block_m) * cdiv(N, block_n), n_programs)
         return rounds * block_m * block_n / rate
 
     # A second accumulator for partial sums leaves no registers for the largest tile.
@@ -147,7 +147,7 @@ def matrices(x: torch.Tensor, n_matrices: int, batch_stride: int) -> torch.Tenso
 
 
 def _descriptor(x: torch.Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
+    return descriptor(TensorDescriptor, x, tuple(x.shape), x.stride(), (1, *block))
 
 
 def multiply(
@@ -167,7 +167,7 @@ def multiply(
     n_programs = num_multiprocessors(a.device)
     config = _config(M, N, n_matrices, partial_sums, n_programs)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], 128 // a.element_size()
-    n_tiles = n_matrices * triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    n_tiles = n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
     out_desc, pre_desc = (
         None if x is None else _descriptor(matrices(x, n_matrices, M * N), block_m, block_n // 2) for x in (out, pre)

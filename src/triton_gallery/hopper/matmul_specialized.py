@@ -7,9 +7,8 @@ run as far ahead as the ring is long, also into the next output tile while the c
 """
 
 import torch
-import triton
 
-from .._launch import launch, num_multiprocessors
+from .._launch import cdiv, launch, num_multiprocessors
 from ..matmul import _activate, _grouped_tile
 from ._gluon import (
     async_load,
@@ -218,7 +217,7 @@ def _config(M: int, N: int, n_matrices: int, partial_sums: bool, n_programs: int
     def time(tile):
         n_consumers, block_n, _, rate = tile
         block_m = n_consumers * BLOCK_M
-        rounds = triton.cdiv(n_matrices * triton.cdiv(M, block_m) * triton.cdiv(N, block_n), n_programs)
+        rounds = cdiv(n_matrices * cdiv(M, block_m) * cdiv(N, block_n), n_programs)
         return rounds * block_m * block_n / rate
 
     # A second accumulator for partial sums leaves no registers for 256 columns.
@@ -243,7 +242,7 @@ def multiply(
     n_programs = num_multiprocessors(a.device)
     config = _config(M, N, n_matrices, partial_sums, n_programs)
     block_n, block_k = config["BLOCK_N"], 128 // a.element_size()
-    n_tiles = n_matrices * triton.cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]) * triton.cdiv(N, block_n)
+    n_tiles = n_matrices * cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]) * cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
     out_desc, pre_desc = (
         None if x is None else descriptor(matrices(x, n_matrices, M * N), [1, BLOCK_M, block_n // 2])
