@@ -38,7 +38,7 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 
 
 def materialised_attention(q, k, v):
-    s = q @ k.mT * q.shape[-1] ** -0.5
+    s = (q * q.shape[-1] ** -0.5) @ k.mT
     p = torch.softmax(s, dim=-1)
     return p @ v
 
@@ -103,7 +103,8 @@ for S in (512, 2048, 8192, 16384):
 # *Five.* After the last tile, :math:`o = a / \ell`. There is one division for each query, and none for each score.
 #
 # A query keeps :math:`m`, :math:`\ell` and the :math:`D` numbers of :math:`a`. No term of this depends on the length of
-# the sequence. Below are the five steps for all queries at once. The names are those of the kernel to come: `row_max`
+# the sequence. (The programming guide has a chapter, *From softmax to flash attention*, that gets here one key at a
+# time.) Below are the five steps for all queries at once. The names are those of the kernel to come: `row_max`
 # is :math:`m`, `row_sum` is :math:`\ell`, `acc` is :math:`a` and `rescale` is :math:`r`.
 
 
@@ -390,8 +391,9 @@ torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 # The price is that `p_and_ds` runs twice for each tile. The two kernels have seven products, four and three, where
 # the formulas have five. We credit five to everybody when we measure.
 #
-# This is the kernel for :math:`dK` and :math:`dV`. A program owns a tile of keys. With grouped queries it walks the
-# queries of all heads that share these keys, one head after the other, and so even that sum stays in one place.
+# This is the kernel for :math:`dK` and :math:`dV`. A program owns a tile of keys. Several heads of queries may share
+# one head of keys; then the program walks the queries of all of them, one head after the other, and so even that sum
+# stays in one place.
 
 # quote: triton_gallery.attention._load_statistics
 # quote: triton_gallery.attention._attention_bwd_dkdv_kernel
@@ -484,8 +486,8 @@ except ValueError as error:
 #
 # The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H200, the library has a
 # second pair. They serve what most models train with: float16 or bfloat16, a head dimension of 64 or 128, no window,
-# and for the backward pass as many heads of keys as of queries. They compute the same formulas. What changes is who
-# waits for whom.
+# and for the backward pass as many heads of keys as of queries. Where that does not hold, the kernels above stay in
+# charge. Both pairs compute the same formulas. What changes is who waits for whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
@@ -743,8 +745,8 @@ check(tg.attention(q1[None], k1[None], v1[None], is_causal=True, window=16)[0], 
 #    multiprocessors, with a causal mask and eight tiles of queries. Both orders have the same work; how long does each
 #    take?
 # 3. Give the kernel a bias of :math:`-\beta (i - j)` on its scores, for causal masks, as the ALiBi method has it. Which
-#    line changes? Which of the three gradients need a new line in the backward kernels, and why is :math:`\delta`
-#    the same as before?
+#    line changes? The backward kernels need that line, too. Why does nothing else in them change, and why is
+#    :math:`\delta` the same as before?
 
 # %%
 # References
