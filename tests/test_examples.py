@@ -1,0 +1,411 @@
+"""The gallery's pages: each runs as a script and as a notebook, has every section, and declares what its records hold.
+
+The pages run as they do for a reader without a GPU, also where there is one: `make html` and `make record` are what
+measures.
+"""
+
+import ast
+import dis
+import json
+import os
+import re
+import resource
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import CodeType
+from unittest import mock
+
+import gallery
+import pytest
+
+from triton_gallery.benchmark import PerfReport
+
+PAGES = sorted(gallery.EXAMPLES.glob("[0-9][0-9]-*.py"))
+RECORDS = gallery.SRC / "triton_gallery" / "records" / "nvidia-h200"
+NOTICE = "triton_gallery: no GPU found; kernels run on CPU tensors in Triton's interpreter."
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def without_gpu() -> dict[str, str]:
+    """The environment of a reader without a GPU, who has set nothing but the way to the package."""
+    ours = ("TRITON_INTERPRET", "TRITON_GALLERY_RECORDS", "MPLBACKEND")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return kept | {"PYTHONPATH": str(gallery.SRC), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def generated(page: Path, folder: Path) -> Path:
+    """The page as readers download it."""
+    path = folder / page.name
+    path.write_text(gallery.generate(page), encoding="utf-8")
+    return path
+
+
+def notebook_of(script: Path) -> dict:
+    """The notebook that sphinx-gallery makes of a downloaded page, under the site's settings."""
+    gen_gallery = pytest.importorskip("sphinx_gallery.gen_gallery")
+    from sphinx_gallery import notebook, py_source_parser
+
+    settings = runpy.run_path(str(gallery.ROOT / "conf.py"))["sphinx_gallery_conf"]
+    assert settings["remove_config_comments"]
+    blocks = [
+        (label, py_source_parser.remove_config_comments(content), line)
+        for label, content, line in py_source_parser.split_code_and_text_blocks(str(script))[1]
+    ]
+    return notebook.jupyter_notebook(blocks, gen_gallery.DEFAULT_GALLERY_CONF | settings, script.parent)
+
+
+def test_pages_are_numbered_from_one():
+    assert [int(page.name[:2]) for page in PAGES] == list(range(1, len(PAGES) + 1)) and len(PAGES) >= 6
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+@each_page
+def test_page_runs_as_a_script(page, tmp_path):
+    script = generated(page, tmp_path)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command, environment = [sys.executable, script.name], without_gpu() | {"MPLBACKEND": "Agg"}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    # Its share of the processor, which does not depend on what else the machine is doing.
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+    assert run.stderr.count(NOTICE) == 1
+    assert "the committed record is shown, measured on NVIDIA H200" in run.stdout
+    assert list(tmp_path.iterdir()) == [script]
+
+
+@each_page
+def test_page_runs_as_a_notebook(page, tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    import nbformat
+
+    nb = nbformat.reads(json.dumps(notebook_of(generated(page, tmp_path))), as_version=4)
+    # A kernel of this very Python, whichever others the machine has.
+    kernel = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
+    for name, folder in {"JUPYTER_PATH": "jupyter", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython"}.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    client = nbclient.NotebookClient(nb, timeout=60, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=without_gpu())
+
+    cells = [cell for cell in nb.cells if cell.cell_type == "code"]
+    data = [(cell.source, output.data) for cell in cells for output in cell.outputs if "data" in output]
+    figures = [source for source, kinds in data if "image/png" in kinds]
+    tables = [kinds["text/html"] for _, kinds in data if "text/html" in kinds]
+    declared = re.search(r"^# sphinx_gallery_thumbnail_number = (\d+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert declared and ".plot()" in figures[int(declared[1]) - 1], "the thumbnail is not the benchmark's figure"
+    reports = [table for table in tables if "Download CSV" in table]
+    assert len(reports) == sum(".plot()" in source for source in figures) >= 1
+    assert all("easured on NVIDIA H200" in report for report in reports)
+
+
+# --- what a page has to hold ------------------------------------------------------------------------------------------
+
+# Headings name ideas, so a section is known by what it does.
+SECTIONS = {
+    "kernel": r"^# quote: triton_gallery\.",
+    "check": r"\bassert_close\(",
+    "benchmark": r"\btg\.benchmark\.perf_report\($",
+    "what the compiler made of it": r"\btg\.codegen\.inspect\(",
+    "what we saw": r"\bprint\(\w+\.summary\(\)\)",
+    "break it": r"\bexcept AssertionError\b",
+    "exercises": r"^# 1\. (?s:.)*^# 2\. (?s:.)*^# 3\. ",
+    "references": r"<https://",
+}
+
+
+@each_page
+def test_page_opens_with_title_promise_and_goals(page):
+    title, underline, rest = ast.get_docstring(ast.parse(page.read_text(encoding="utf-8"))).split("\n", 2)
+    assert underline == "=" * len(title)
+    assert re.fullmatch(r"\n[^.]+\.\n\nYou will learn:\n\n(- [^\n]+(\n  [^\n]+)*\n?){1,4}", rest)
+
+
+@each_page
+def test_page_has_its_sections_in_order(page):
+    text = page.read_text(encoding="utf-8")
+    before_the_kernel = text.partition("\n# quote: ")[0]
+    assert re.search(r"\bbytes\b", before_the_kernel) and ":math:`" in before_the_kernel
+    position = 0
+    for section, mark in SECTIONS.items():
+        match = re.compile(mark, re.MULTILINE).search(text, position)
+        assert match, f"{page.name} has no section '{section}' after line {text.count(chr(10), 0, position) + 1}"
+        position = match.start()
+    assert "Hint" in text[text.index("\n# 1. ") :]
+    assert ast.unparse(ast.parse(text).body[-1]) == "print(tg.benchmark.environment())"
+
+
+@each_page
+def test_page_has_a_heading_for_every_section(page):
+    headings = re.findall(r"^# (.+)\n# -{3,}$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(headings) == len(set(headings)) >= 11
+    assert headings[-1] == "Where this page ran"
+
+
+# A rate, a time or a factor of speed, such as 3122 GB/s, 12 µs, 2.7× faster, 3 times as fast or 20 % slower.
+TYPED_SPEED = re.compile(
+    r"\d\s*([kMGTP]i?B|[GTP]?FLOP)(/s|S|s\b| per second)"
+    r"|\d\s*([mµun]s|(milli|micro|nano)?seconds)\b"
+    r"|\d\s*(×|x|times|%|percent)\s+(as\s+)?(fast|slow|quick)"
+    r"|\b(speed-?up|faster|slower) (of|by)( a factor of)? \d",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["at 3122 GB/s", "4.8 TB/s", "700 TFLOP/s", "989 TFLOPS", "12 µs", "2.7× faster", "2 times as fast", "5% slower"],
+)
+def test_typed_speed_is_recognised(text):
+    assert TYPED_SPEED.search(text)
+
+
+@each_page
+def test_no_speed_is_typed_by_hand(page):
+    # References are kept: what they turn into is measured.
+    prose = re.sub(r"\s*\n#\s*", " ", gallery.generate(page, keep_references=True))
+    assert not [prose[match.start() - 30 : match.end() + 10] for match in TYPED_SPEED.finditer(prose)]
+
+
+# --- prose in a notebook ----------------------------------------------------------------------------------------------
+
+# What Markdown shows as it stands, after sphinx-gallery has converted all that it can.
+LEFTOVERS = {
+    "directive, comment or target": r"^[ \t]*\.\. ",
+    "literal block": r"::[ \t]*$",
+    "role": r":[a-z][\w:+.-]*:`|`:[a-z][\w:+.-]*:",
+    "double backticks": r"``",
+    "option or field": r"^[ \t]*:[a-z][\w -]*:(?!`)",
+    "substitution": r"(?<![\w|])\|[^\s|](?:[^|\n]*[^\s|])?\|(?![\w|])",
+    "simple table": r"^[ \t]*[=-]{2,}(?:[ \t]+[=-]{2,})+[ \t]*$",
+    "grid table": r"^[ \t]*\+[-=+]{2,}\+[ \t]*$",
+    "footnote or citation": r"\[[^\]\n]+\]_",
+    "reference": r"`__?(?!\w)|(?<![\w`])[A-Za-z]\w*__?(?=[\s.,;:)]|$)",
+    "underline of a heading": r"^[ \t]*([=~^\"'#*+-])\1{3,}[ \t]*$",
+    "escape": r"\\[\s`*_]",
+    "formula with a blank line": r"\\begin\{align\}(?:(?!\\end\{align\})(?s:.))*\n[ \t]*\n(?s:.)*?\\end\{align\}",
+}
+
+
+def leftovers(markdown: str) -> list[str]:
+    """The names of what is left of reStructuredText, outside code and formulas."""
+    found = [name for name, mark in LEFTOVERS.items() if "formula" in name and re.search(mark, markdown)]
+    text = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\\begin\{align\}.*?\\end\{align\}|\$[^$]+\$", "M", text, flags=re.DOTALL)
+    # A role in front of, or a reference behind, a piece of code must stay visible: only what is inside goes.
+    text = re.sub(r"(?<!`)`(?!`)[^`]+`(?!`)", "`C`", text)
+    return found + [name for name, mark in LEFTOVERS.items() if re.search(mark, text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(
+    ("rst", "left"),
+    [
+        ("Of :math:`n` rows, `x_ptr` and `a | b | c` in *one*:\n\n- `A paper <https://x.org/a_b>`_, 2019", []),
+        ("A formula:\n\n.. math:: |x|_2 = \\sum_i\n   x_i\n\n.. note:: And a note.", []),
+        ("Code::\n\n    x = 1", ["literal block"]),
+        (".. code-block:: python\n\n   x = {'a': '``'}\n\nEnd.", []),
+        (".. tip:: Do.", ["directive, comment or target"]),
+        (".. literalinclude:: x.py\n   :lines: 3", ["directive, comment or target", "option or field"]),
+        ("- item\n\n  .. math:: x", ["directive, comment or target"]),
+        ("Call :func:`f`.", ["role"]),
+        ("Call ``f``.", ["double backticks"]),
+        ("See |name|.", ["substitution"]),
+        ("== ==\na  b\n== ==", ["simple table"]),
+        ("+--+\n|ab|\n+--+", ["substitution", "grid table"]),
+        ("As shown [1]_.", ["footnote or citation"]),
+        ("See `there`_ and `here`__.", ["reference"]),
+        ("See there_.", ["reference"]),
+        ("Text.\nHeading\n-------", ["underline of a heading"]),
+        ("`x`\\ s", ["escape"]),
+        (".. math::\n\n   a\n\n   b", ["formula with a blank line"]),
+    ],
+)
+def test_leftovers_of_a_conversion_are_recognised(rst, left, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text(f'r"""\n{rst}\n"""\n', encoding="utf-8")
+    (cell,) = notebook_of(script)["cells"]
+    assert leftovers("".join(cell["source"])) == left
+
+
+@each_page
+def test_prose_survives_the_conversion_to_a_notebook(page, tmp_path):
+    cells = notebook_of(generated(page, tmp_path))["cells"]
+    prose = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    assert {text: left for text in prose if (left := leftovers(text))} == {}
+    assert not any("sphinx_gallery" in "".join(cell["source"]) for cell in cells)
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def variables(code: CodeType, instructions: tuple[str, ...]) -> set[str]:
+    """The global names that `code` and the functions in it touch with these instructions."""
+    inner = [variables(constant, instructions) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {i.argval for i in dis.get_instructions(code) if i.opname in instructions}.union(*inner)
+
+
+def benchmarks(page: Path, folder: Path) -> list[PerfReport]:
+    """The benchmarks that a page runs, in order. Of the page, only what they are made of is executed."""
+    script = folder / page.name
+    script.write_text(gallery.generate(page, keep_references=True), encoding="utf-8")
+    statements = ast.parse(script.read_text(encoding="utf-8")).body
+    codes = [compile(ast.Module([statement], []), str(script), "exec") for statement in statements]
+    binds = [variables(code, ("STORE_NAME", "STORE_GLOBAL")) for code in codes]
+    uses = [variables(code, ("LOAD_NAME", "LOAD_GLOBAL")) for code in codes]
+
+    run = {i for i, s in enumerate(statements) if re.search(r"\bperf_report\(|\.run\(\)", ast.unparse(s))}
+    size = 0
+    while len(run) > size:
+        size = len(run)
+        # A function that declares a benchmark may be called further down.
+        makers = set().union(*(binds[i] for i in run if isinstance(statements[i], ast.FunctionDef)))
+        run |= {i for i, names in enumerate(uses) if names & makers}
+    size = 0
+    while len(run) > size:
+        size = len(run)
+        needed = set().union(*(uses[i] for i in run))
+        run |= {i for i, names in enumerate(binds) if names & needed}
+
+    found, namespace = [], {"__name__": page.stem}
+    with mock.patch.object(PerfReport, "run", lambda self: found.append(self) or mock.MagicMock()):
+        for i in sorted(run):
+            exec(codes[i], namespace)
+    return found
+
+
+def test_benchmarks_are_found_without_running_the_page(tmp_path):
+    page = tmp_path / "07-page.py"
+    page.write_text(
+        """
+import triton
+import triton_gallery as tg
+raise_an_error
+SIZES = [1, 2]
+def sweep(name):
+    @tg.benchmark.perf_report(
+        triton.testing.Benchmark(["n"], SIZES, "p", ["a"], ["triton_gallery"], name, {}, ylabel="GB/s"), title=name
+    )
+    def bench(n, p):
+        return no_such_name
+    return bench.run()
+def sweep_both():
+    return [sweep(name) for name in "ab"]
+reports = sweep_both()
+reports[0].plot()
+undefined(SIZES)
+"""
+    )
+    found = [report.benchmark for report in benchmarks(page, tmp_path)]
+    assert [(bench.plot_name, bench.x_vals) for bench in found] == [("a", [1, 2]), ("b", [1, 2])]
+
+
+@each_page
+def test_record_holds_what_the_page_declares(page, tmp_path):
+    reports = benchmarks(page, tmp_path)
+    assert reports, f"{page.name} runs no benchmark"
+    for report in reports:
+        path = RECORDS / f"{report.benchmark.plot_name}.json"
+        where = path.relative_to(gallery.ROOT)
+        assert path.is_file(), f"{page.name} has a benchmark without a record; `make record` on an H200 writes {where}"
+        record, header = json.loads(path.read_text(encoding="utf-8")), report._header()
+        keys = ("benchmark", "title", "x", "x_log", "y_log", "unit", "inputs")
+        assert {key: record[key] for key in keys} == {key: header[key] for key in keys}, where
+        assert (record["limit"] is None) == (report.limit is None), where
+        xs = ["×".join(map(str, x)) if isinstance(x, list | tuple) else x for x in report.benchmark.x_vals]
+        points = [(point["x"], point["provider"]) for point in record["rows"] + record.get("left_out", [])]
+        declared = [(x, name) for x in xs for name in report.benchmark.line_names]
+        assert sorted(points, key=str) == sorted(declared, key=str), where
+
+
+def test_every_record_belongs_to_a_page(tmp_path):
+    assert RECORDS.is_dir(), f"no records: `make record` on an H200 writes {RECORDS.relative_to(gallery.ROOT)}"
+    declared = {report.benchmark.plot_name for page in PAGES for report in benchmarks(page, tmp_path)}
+    assert {path.stem for path in RECORDS.glob("*.json")} == declared
+
+
+# --- a page that fails ------------------------------------------------------------------------------------------------
+
+SETTINGS = """
+import sys
+sys.path.insert(0, "docs/_ext")
+extensions = ["gallery", "sphinx_gallery.gen_gallery"]
+exclude_patterns = ["_generated"]
+sphinx_gallery_conf = {
+    "examples_dirs": "_generated/examples",
+    "gallery_dirs": "tutorials",
+    "filename_pattern": r"/\\d\\d-",
+    "write_computation_times": False,
+}
+"""
+
+PAGE = '''"""
+Page
+====
+
+One sentence.
+"""
+
+import triton_gallery as tg
+import triton
+
+LINES = {{"line_arg": "p", "line_vals": ["triton_gallery"], "line_names": ["triton_gallery"]}}
+BENCHMARK = triton.testing.Benchmark(["n"], [1], plot_name="unheard-of", args={{}}, ylabel="GB/s", **LINES)
+
+# %%
+# Text.
+
+{}
+'''
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Build a site of two pages, the second of which holds the given lines, as `make html` does."""
+    pytest.importorskip("sphinx_gallery")
+
+    def build(lines: str) -> subprocess.CompletedProcess:
+        (tmp_path / "docs" / "_ext").mkdir(parents=True)
+        (tmp_path / "examples").mkdir()
+        # A copy, because the extension looks for pages and sources around itself.
+        shutil.copy(gallery.__file__, tmp_path / "docs" / "_ext")
+        (tmp_path / "src").symlink_to(gallery.SRC)
+        (tmp_path / "conf.py").write_text(SETTINGS)
+        (tmp_path / "docs" / "index.rst").write_text("Site\n====\n\n.. toctree::\n\n   tutorials/index\n")
+        (tmp_path / "examples" / "GALLERY_HEADER.rst").write_text("Tutorials\n=========\n")
+        (tmp_path / "examples" / "01-good.py").write_text(PAGE.format(""))
+        (tmp_path / "examples" / "02-other.py").write_text(PAGE.format(lines))
+        command = [sys.executable, "-m", "sphinx", "-c", ".", "-n", "-W", "--keep-going", "docs", "html"]
+        return subprocess.run(command, cwd=tmp_path, env=without_gpu(), capture_output=True, text=True)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("# quote: triton_gallery.softmax.nope", "examples/02-other.py:17: quote: triton_gallery/softmax.py has no"),
+        ("# It is :measured:`unheard-of: torch at 1`.", "examples/02-other.py:17: measured: 'unheard-of: torch at 1'"),
+        ("assert 1 + 1 == 3, 'arithmetic'", "AssertionError: arithmetic"),
+        ("tg.benchmark.perf_report(BENCHMARK, title='x')(print).run()", "unheard-of: no record is committed"),
+    ],
+    ids=["quote", "number", "assertion", "record"],
+)
+def test_a_page_that_fails_ends_the_build_and_is_named(build, lines, message):
+    run = build(lines)
+    assert run.returncode != 0
+    assert message in run.stderr and "02-other.py" in run.stderr
+    assert "01-good.py" not in run.stderr
+
+
+def test_pages_that_succeed_end_the_build_well(build):
+    run = build("assert 1 + 1 == 2")
+    assert run.returncode == 0, run.stderr
