@@ -5,7 +5,7 @@ Layer norm
 A program reads its rows once, normalizes them in registers, and in the backward pass adds up the gradients of weight
 and bias over all rows without a lock.
 
-**You will learn**
+You will learn:
 
 - to keep a row in registers from its first load to its last store, and to take a variance that survives a large mean;
 - to derive a backward pass as a vector-Jacobian product, and to see which sums it needs;
@@ -50,7 +50,7 @@ def layer_norm_unfused(x, w, b, eps=1e-5):
 
 
 # %%
-# Twelve trips, where two are unavoidable: ``x`` must come in and ``y`` must go out.
+# Twelve trips, where two are unavoidable: `x` must come in and `y` must go out.
 #
 # Two loops over the row save most of the trips
 # ---------------------------------------------
@@ -60,7 +60,7 @@ def layer_norm_unfused(x, w, b, eps=1e-5):
 #
 # .. math:: \mu = \tfrac{1}{N} \sum_j x_j, \qquad \sigma^2 = \tfrac{1}{N} \sum_j x_j^2 - \mu^2
 #
-# The second loop reads the row again and writes ``y``. That makes three trips.
+# The second loop reads the row again and writes `y`. That makes three trips.
 
 
 @triton.jit
@@ -124,21 +124,21 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # %%
 # Line by line:
 #
-# - ``rows`` and ``cols`` span a tile of ``BLOCK_M`` rows and ``BLOCK_N`` columns. ``BLOCK_N`` is the next power of two
+# - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the next power of two
 #   above the row's length :math:`N`, so a tile always holds whole rows. A long row fills a tile alone; short rows
 #   share one, or most threads would have nothing to do.
-# - ``COMPUTE_DTYPE`` is the dtype of the statistics: float32, and float64 for float64 input. What is loaded is widened
+# - `COMPUTE_DTYPE` is the dtype of the statistics: float32, and float64 for float64 input. What is loaded is widened
 #   at once, and narrowed again only by the last store.
-# - ``mean`` is :math:`\mu`. Lanes beyond the row's end were loaded as 0, and 0 adds nothing to a sum.
-# - ``tl.where`` puts those lanes back to 0 after the subtraction. They would hold :math:`-\mu` otherwise, and their
+# - `mean` is :math:`\mu`. Lanes beyond the row's end were loaded as 0, and 0 adds nothing to a sum.
+# - `tl.where` puts those lanes back to 0 after the subtraction. They would hold :math:`-\mu` otherwise, and their
 #   squares would count in the variance.
-# - ``var`` is :math:`\sigma^2`, the mean of squared distances from the mean. We can afford to wait for ``mean`` before
+# - `var` is :math:`\sigma^2`, the mean of squared distances from the mean. We can afford to wait for `mean` before
 #   we take squares, because the row is still in registers. This is the difference from the two loops above, and it
 #   costs no trip to memory.
-# - ``rstd`` is :math:`1 / \sqrt{\sigma^2 + \epsilon}`, one number for each row. It is stored together with ``mean``
-#   for the backward pass. ``eps`` is declared as float64 because Triton would otherwise hand a Python number over as
+# - `rstd` is :math:`1 / \sqrt{\sigma^2 + \epsilon}`, one number for each row. It is stored together with `mean`
+#   for the backward pass. `eps` is declared as float64 because Triton would otherwise hand a Python number over as
 #   float32.
-# - ``weight_ptr``, ``bias_ptr`` or ``mean_ptr`` may be ``None``. That is known while the kernel is compiled, so the
+# - `weight_ptr`, `bias_ptr` or `mean_ptr` may be `None`. That is known while the kernel is compiled, so the
 #   branch costs nothing when it runs. Without a mean, the kernel computes RMS norm.
 #
 # Five lines launch it:
@@ -158,8 +158,8 @@ torch.testing.assert_close(y, expected)
 # %%
 # Two row sums turn the gradient around
 # -------------------------------------
-# Training hands us ``dy``, the gradient of the loss with respect to ``y``, and wants the gradients with respect to
-# ``x``, ``w`` and ``b``. We take the formula apart from its end.
+# Training hands us `dy`, the gradient of the loss with respect to `y`, and wants the gradients with respect to
+# `x`, `w` and `b`. We take the formula apart from its end.
 #
 # The last step is :math:`y_{ij} = \hat{x}_{ij} w_j + b_j`. Weight and bias belong to a column and serve every row, so
 # their gradients are sums over all rows:
@@ -187,16 +187,16 @@ torch.testing.assert_close(y, expected)
 #     dx_k = \sum_j g_j \frac{\partial \hat{x}_j}{\partial x_k}
 #     = r \Big( g_k - \frac{1}{N} \sum_j g_j - \hat{x}_k \, \frac{1}{N} \sum_j g_j \hat{x}_j \Big)
 #
-# So ``dx`` needs two sums over the row, the mean of :math:`g` and the mean of :math:`g \hat{x}`, and then every
+# So `dx` needs two sums over the row, the mean of :math:`g` and the mean of :math:`g \hat{x}`, and then every
 # element is on its own again. There is a picture behind this. Adding a constant to a row does not change
 # :math:`\hat{x}`, and neither does stretching the row away from its mean (but for :math:`\epsilon`). The two
-# subtractions remove from :math:`g` the parts that point in these two directions, in which a change of ``x`` has no
+# subtractions remove from :math:`g` the parts that point in these two directions, in which a change of `x` has no
 # effect.
 
 # %%
 # Partial rows take the place of a lock
 # -------------------------------------
-# The row sums are easy: a program holds its row. ``dw`` and ``db`` are the hard part, because every row adds to the
+# The row sums are easy: a program holds its row. `dw` and `db` are the hard part, because every row adds to the
 # same :math:`N` numbers, and the rows are in different programs. Three ways out:
 #
 # - Atomic additions. They are made in whatever order the programs happen to run, floating-point addition depends on
@@ -208,7 +208,7 @@ torch.testing.assert_close(y, expected)
 #
 # We take the third. For it to be cheap the partial rows must be few, so we do not start a program for each row. We
 # start as many as fit on the GPU at once and let each walk over every :math:`P`-th tile of rows. Such programs are
-# called persistent. Over the whole walk the sums for ``dw`` and ``db`` stay in float32 registers, and memory sees them
+# called persistent. Over the whole walk the sums for `dw` and `db` stay in float32 registers, and memory sees them
 # once.
 
 # quote: triton_gallery.layer_norm._layer_norm_bwd_kernel
@@ -217,17 +217,17 @@ torch.testing.assert_close(y, expected)
 # %%
 # Again line by line:
 #
-# - The grid has two axes. Axis 1 numbers the programs that share the rows; ``tl.num_programs(1)`` is :math:`P`. Axis 0
+# - The grid has two axes. Axis 1 numbers the programs that share the rows; `tl.num_programs(1)` is :math:`P`. Axis 0
 #   cuts very long rows into column blocks, and has length 1 here.
-# - ``tl.range(..., num_stages=NUM_STAGES)`` lets the compiler start the loads of later tiles while an earlier one is
+# - `tl.range(..., num_stages=NUM_STAGES)` lets the compiler start the loads of later tiles while an earlier one is
 #   being computed.
-# - ``x_hat`` is computed again from ``x`` and the saved ``mean`` and ``rstd``: a few operations instead of another
+# - `x_hat` is computed again from `x` and the saved `mean` and `rstd`: a few operations instead of another
 #   matrix in memory.
-# - ``dy`` reads 0 in padded lanes. Each sum has ``dy`` as a factor, so padding cannot reach any of them, whatever
-#   ``x_hat`` holds there.
-# - ``g_mean`` and ``gx_mean`` are the two row sums, divided by :math:`N`. When a row is cut into column blocks, no
-#   program sees all of it. Then a small kernel computes both numbers beforehand, and ``row_means_ptr`` leads to them.
-# - ``dw`` and ``db`` are tiles like ``x``: within the loop each lane adds to its own number and waits for nobody. The
+# - `dy` reads 0 in padded lanes. Each sum has `dy` as a factor, so padding cannot reach any of them, whatever
+#   `x_hat` holds there.
+# - `g_mean` and `gx_mean` are the two row sums, divided by :math:`N`. When a row is cut into column blocks, no
+#   program sees all of it. Then a small kernel computes both numbers beforehand, and `row_means_ptr` leads to them.
+# - `dw` and `db` are tiles like `x`: within the loop each lane adds to its own number and waits for nobody. The
 #   rows of a tile meet once, after the loop.
 # - In the second kernel a program owns 16 columns, loads all partial rows of them as one tile and adds them up.
 #
@@ -248,8 +248,8 @@ def layer_norm_backward(dy, x, w, mean, rstd, n_programs, BLOCK_M=1):
 
 
 # %%
-# Who owns which row? We let the kernel tell. If ``dy`` is the identity matrix, row :math:`i` adds its 1 to column
-# :math:`i` of ``db``. So the partial sums of ``db`` show, for each program, exactly the rows that it has seen.
+# Who owns which row? We let the kernel tell. If `dy` is the identity matrix, row :math:`i` adds its 1 to column
+# :math:`i` of `db`. So the partial sums of `db` show, for each program, exactly the rows that it has seen.
 
 import matplotlib.pyplot as plt
 from matplotlib.colors import ListedColormap
@@ -300,8 +300,8 @@ print(" 5 programs:        dw has the same bits:  ", torch.equal(grads[1], other
 # The order of the additions decides the last bits. It depends on the number of programs and on nothing that varies
 # from run to run.
 #
-# What do the partial rows cost? They are written and read once, ``dw`` and ``db``, four bytes per element. The passes
-# over ``x``, ``dy`` and ``dx`` move two bytes per element each in float16:
+# What do the partial rows cost? They are written and read once, `dw` and `db`, four bytes per element. The passes
+# over `x`, `dy` and `dx` move two bytes per element each in float16:
 
 n_rows, n_cols, n_programs = 4096, 4096, 2 * 132  # two programs on each multiprocessor of an H200
 extra, useful = 2 * 2 * n_programs * n_cols * 4, 3 * n_rows * n_cols * 2
@@ -312,7 +312,7 @@ print(f"partial rows add {extra / useful:.0%} to the traffic of the backward pas
 #
 # The public function
 # -------------------
-# ``triton_gallery.layer_norm`` has the signature of ``torch.nn.functional.layer_norm``, any shape and stride, and
+# `triton_gallery.layer_norm` has the signature of `torch.nn.functional.layer_norm`, any shape and stride, and
 # gradients, second ones included. It picks the tile from the length of the row.
 
 x3 = torch.randn(3, 5, 40, device=DEVICE, requires_grad=True)
@@ -335,7 +335,7 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 #
 # .. math:: \mu = \frac{1}{N} \sum_l n_l m_l, \qquad \sigma^2 = \frac{1}{N} \sum_l \big( S_l + n_l (m_l - \mu)^2 \big)
 #
-# The source has both in ``_layer_norm_fwd_long_kernel``. The backward pass cuts such rows into column blocks. Nothing
+# The source has both in `_layer_norm_fwd_long_kernel`. The backward pass cuts such rows into column blocks. Nothing
 # changes for the caller:
 
 x_long = torch.randn(2, 70_001, device=DEVICE) + 1000
@@ -406,8 +406,8 @@ forward_report.plot()
 forward_report
 
 # %%
-# For the backward pass we run the forward pass once, keep its graph, and time ``torch.autograd.grad`` on it, for all
-# providers alike. No time goes into adding to an existing ``.grad``.
+# For the backward pass we run the forward pass once, keep its graph, and time `torch.autograd.grad` on it, for all
+# providers alike. No time goes into adding to an existing `.grad`.
 
 # A compiled backward pass may overwrite what the forward pass saved; then the graph could be used only once.
 import torch._functorch.config
@@ -449,7 +449,7 @@ tg.codegen.inspect(
 )
 
 # %%
-# The forward kernel holds one tile. The backward kernel holds four, ``x``, ``dy`` and the sums for ``dw`` and ``db``,
+# The forward kernel holds one tile. The backward kernel holds four, `x`, `dy` and the sums for `dw` and `db`,
 # and uses the registers to match. On NVIDIA's GPUs it has shared memory as well: that is where the loads of later
 # tiles wait, which the pipelined loop started ahead of time.
 #
@@ -464,7 +464,7 @@ print(backward_report.summary())
 # work and waiting for the first load weigh more than the transfer, and for the backward pass there are two launches.
 # From there on the rate should rise with :math:`N`. The backward pass falls again behind :math:`N = 8192`. Four tiles
 # no longer fit into registers there, rows are cut into column blocks, and the row sums need a pass of their own over
-# ``x`` and ``dy``: five trips instead of three.
+# `x` and `dy`: five trips instead of three.
 #
 # A large mean breaks the short formula
 # -------------------------------------
@@ -483,7 +483,7 @@ else:
 # %%
 # Both terms are close to a million, and neighbouring float32 numbers of that size are 1/16 apart. Their difference
 # should be 1, and every rounding on the way weighs a good part of it. For a larger mean the difference can be
-# negative, and its root NaN. A check on ``torch.randn`` alone never sees this. The shipped kernel subtracts first and
+# negative, and its root NaN. A check on `torch.randn` alone never sees this. The shipped kernel subtracts first and
 # squares then:
 
 torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, atol=1e-2)
@@ -491,12 +491,12 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 # %%
 # Your turn
 # ---------
-# 1. Copy the forward kernel and replace the line with ``tl.where`` by ``x = x - mean[:, None]``. For which row lengths
+# 1. Copy the forward kernel and replace the line with `tl.where` by `x = x - mean[:, None]`. For which row lengths
 #    does the check still pass? *Hint: how many lanes are padded when N is 512, and how many when it is 513?*
-# 2. Pass ``None`` for the mean and the bias in both launchers, and compare with ``torch.nn.functional.rms_norm``.
-#    Which of the two directions in the picture of ``dx`` is gone, and why? *Hint: does adding a constant to a row
+# 2. Pass `None` for the mean and the bias in both launchers, and compare with `torch.nn.functional.rms_norm`.
+#    Which of the two directions in the picture of `dx` is gone, and why? *Hint: does adding a constant to a row
 #    still leave the result unchanged?*
-# 3. On a GPU, measure ``layer_norm_backward`` for 4096 rows of 4096 elements with 33, 132, 264 and 4096 programs.
+# 3. On a GPU, measure `layer_norm_backward` for 4096 rows of 4096 elements with 33, 132, 264 and 4096 programs.
 #    Explain both ends of the curve with the bytes of the partial rows and the number of multiprocessors.
 #
 # References
