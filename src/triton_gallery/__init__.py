@@ -23,11 +23,23 @@ if "TRITON_INTERPRET" not in os.environ and not (torch.cuda.is_available() or to
         os.environ["TRITON_INTERPRET"] = "1"
         print("triton_gallery: no GPU found; kernels run on CPU tensors in Triton's interpreter.", file=sys.stderr)
 
-from . import benchmark, codegen  # noqa: E402
-from .dropout import dropout  # noqa: E402
-from .layer_norm import layer_norm, rms_norm  # noqa: E402
-from .matmul import matmul  # noqa: E402
-from .softmax import log_softmax, softmax  # noqa: E402
-from .vector_add import add  # noqa: E402
+from . import benchmark, codegen
+from .attention import attention
+from .dropout import dropout
+from .layer_norm import layer_norm, rms_norm
+from .matmul import matmul
+from .softmax import log_softmax, softmax
+from .vector_add import add
 
-__all__ = ["add", "benchmark", "codegen", "dropout", "layer_norm", "log_softmax", "rms_norm", "softmax"]
+__all__ = [
+    "add",
+    "attention",
+    "benchmark",
+    "codegen",
+    "dropout",
+    "layer_norm",
+    "log_softmax",
+    "matmul",
+    "rms_norm",
+    "softmax",
+]

@@ -1,0 +1,897 @@
+"""Attention: scores that never reach memory, forward and backward, for every length, head dimension and stride."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import hopper
+from ._launch import (
+    cdiv,
+    check_same_device,
+    check_tensor,
+    cuda_arch,
+    descriptor,
+    is_hopper,
+    launch,
+    next_power_of_2,
+    operator,
+)
+
+_MAX_HEAD_DIM = 256
+# Keys and values of the heads that run at the same time should stay in the L2 cache; 32 MiB leave room for the rest.
+_L2_BYTES = 32 * 2**20
+# The backward's statistics of a query are stored for a whole number of tiles, of whatever size.
+_PADDING = 128
+_PREPROCESS_ROWS = 32
+
+
+# --- what the kernels share -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile_and_head(n_tiles, heads_per_section):
+    """Which tile of which head (of all batches) this program owns, among n_tiles a head.
+
+    Heads are worked off in sections small enough for the L2 cache. Within one, every head's tile 0 comes first, then
+    every head's tile 1, and so on.
+    """
+    n_heads = tl.num_programs(0) // n_tiles
+    first_head = tl.program_id(0) // (n_tiles * heads_per_section) * heads_per_section
+    n_section_heads = tl.minimum(heads_per_section, n_heads - first_head)
+    rank = tl.program_id(0) - first_head * n_tiles
+    return rank // n_section_heads, first_head + rank % n_section_heads
+
+
+@triton.jit
+def _tile_bounds(
+    first, last, lower, upper, length, BLOCK: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr
+):
+    """Which tiles of BLOCK columns the rows first..last of the score matrix need: (begin, full_begin, full_end, end).
+
+    Row i is allowed the columns j with i + lower <= j <= i + upper and 0 <= j < length. In the tiles from full_begin to
+    full_end all of them are allowed to all rows; the others from begin to end need a mask; the rest is skipped.
+    """
+    begin = 0
+    full_begin = 0
+    end = length
+    full_end = length
+    if HAS_LOWER:
+        begin = tl.maximum(first + lower, 0)
+        full_begin = tl.maximum(last + lower, 0)
+    if HAS_UPPER:
+        end = tl.maximum(tl.minimum(last + upper + 1, length), 0)
+        full_end = tl.maximum(tl.minimum(first + upper + 1, length), 0)
+    begin = begin // BLOCK
+    end = tl.maximum(tl.cdiv(end, BLOCK), begin)
+    full_begin = tl.minimum(tl.cdiv(full_begin, BLOCK), end)
+    full_end = tl.maximum(full_end // BLOCK, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def _is_allowed(rows, cols, lower, upper, length, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr):
+    """The mask of one tile of scores: the rule of `_tile_bounds`, element by element."""
+    allowed = (cols < length)[None, :]
+    if HAS_LOWER:
+        allowed = allowed & (cols[None, :] >= rows[:, None] + lower)
+    if HAS_UPPER:
+        allowed = allowed & (cols[None, :] <= rows[:, None] + upper)
+    return allowed
+
+
+@triton.jit
+def _tile_ptrs(x_ptr, strides, batch, head, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to the (BLOCK, BLOCK_D) tile of x[batch, head] that begins with row start; offsets have 64 bits.
+
+    With ALIGN > 1 the last stride is 1 and the others are multiples of ALIGN. Saying so lets the compiler move ALIGN
+    elements at a time, and keeps one compiled kernel for all lengths.
+    """
+    head_offset = batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    row_offsets = (start + tl.arange(0, BLOCK)).to(tl.int64) * strides[2]
+    cols = tl.arange(0, BLOCK_D)
+    if ALIGN > 1:
+        ptrs = x_ptr + tl.multiple_of(head_offset, ALIGN) + tl.multiple_of(row_offsets, ALIGN)[:, None] + cols[None, :]
+    else:
+        ptrs = x_ptr + head_offset + row_offsets[:, None] + cols.to(tl.int64)[None, :] * strides[3]
+    return ptrs
+
+
+@triton.jit
+def _load_tile(
+    x,  # (batch, heads, length, head_dim): a pointer, or a tensor descriptor when USE_TMA
+    strides,
+    batch,
+    head,
+    start,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Rows start to start + BLOCK of x[batch, head] as a (BLOCK, BLOCK_D) tile; zeros where it reaches past the tensor."""
+    if USE_TMA:
+        # The tensor memory accelerator copies the box and fills with zeros by itself.
+        tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
+    else:
+        ptrs = _tile_ptrs(x, strides, batch, head, start, BLOCK, BLOCK_D, ALIGN)
+        mask = (start + tl.arange(0, BLOCK) < length)[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+        # Zeros, since these lanes reach matrix products: a padded column adds 0 to a score, a padded value 0 to a sum.
+        tile = tl.load(ptrs, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def _load_statistics(x, batch_head, n_cols, start, BLOCK: tl.constexpr, USE_TMA: tl.constexpr):
+    """Entries start to start + BLOCK of x[batch_head], which is a row of n_cols."""
+    if USE_TMA:
+        tile = x.load([batch_head, start]).reshape(BLOCK)
+    else:
+        tile = tl.load(x + batch_head.to(tl.int64) * n_cols + start + tl.arange(0, BLOCK))
+    return tile
+
+
+@triton.jit
+def _store_tile(
+    x_ptr,  # (batch, heads, length, head_dim)
+    tile,  # (BLOCK, BLOCK_D)
+    strides,
+    batch,
+    head,
+    start,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """x[batch, head, start:start + BLOCK] = tile, as far as the tensor reaches."""
+    ptrs = _tile_ptrs(x_ptr, strides, batch, head, start, BLOCK, BLOCK_D, ALIGN)
+    mask = (start + tl.arange(0, BLOCK) < length)[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    tl.store(ptrs, tile.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seq_q", "seq_k", "n_heads", "group_size", "heads_per_section", "lower", "upper",
+        "q_strides", "k_strides", "v_strides", "out_strides",
+    ]
+)  # fmt: skip
+def _attention_fwd_kernel(
+    q,  # (batch, n_heads, seq_q, head_dim): a pointer, or a tensor descriptor when USE_TMA; so are k and v
+    k,  # (batch, n_heads // group_size, seq_k, head_dim)
+    v,  # (batch, n_heads // group_size, seq_k, head_dim_v)
+    out_ptr,  # (batch, n_heads, seq_q, head_dim_v)
+    lse_ptr,  # (batch, n_heads, seq_q), contiguous; its dtype is that of the statistics
+    seq_q,
+    seq_k,
+    n_heads,
+    group_size,
+    heads_per_section,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    lower,
+    upper,
+    scale: tl.float64,
+    HAS_LOWER: tl.constexpr,
+    HAS_UPPER: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A program owns BLOCK_M queries of one head and walks the keys: out = softmax(q k^T scale) v, lse = its logarithm."""
+    n_tiles = tl.cdiv(seq_q, BLOCK_M)
+    tile, batch_head = _tile_and_head(n_tiles, heads_per_section)
+    # The last queries see the most keys under a causal mask: they start first, the short tiles fill the gaps at the end.
+    start = (n_tiles - 1 - tile) * BLOCK_M
+    batch = batch_head // n_heads
+    head = batch_head % n_heads
+    kv_head = head // group_size
+    rows = start + tl.arange(0, BLOCK_M)
+    STATS_DTYPE: tl.constexpr = lse_ptr.dtype.element_ty
+    # exp(x) is exp2(x * log2(e)); the hardware has exp2, and the factor joins the scale.
+    scale_log2 = tl.full((), scale * 1.4426950408889634, STATS_DTYPE)
+
+    q_tile = _load_tile(q, q_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGN, USE_TMA)
+    # Finite, not -inf: a row whose first tile is all masked would compute -inf - (-inf) = NaN.
+    row_max = tl.full((BLOCK_M,), -3.4028234663852886e38, STATS_DTYPE)
+    row_sum = tl.zeros((BLOCK_M,), STATS_DTYPE)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), STATS_DTYPE)
+
+    last = tl.minimum(start + BLOCK_M, seq_q) - 1
+    bounds = _tile_bounds(start, last, lower, upper, seq_k, BLOCK_N, HAS_LOWER, HAS_UPPER)
+    # Part 0 is the masked tiles before the full ones, which only a lower limit makes; 1 the full ones; 2 the masked ones after.
+    for part in tl.static_range(0 if HAS_LOWER else 1, 3):
+        for tile in range(bounds[part], bounds[part + 1]):
+            start_n = tile * BLOCK_N
+            k_tile = _load_tile(
+                k, k_strides, batch, kv_head, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN, USE_TMA
+            )
+            s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+            if part != 1:
+                cols = start_n + tl.arange(0, BLOCK_N)
+                s = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER), s, float("-inf"))
+            # scale_log2 is positive, so the largest score is scaled once a row, not every score before the maximum.
+            new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+            p = tl.exp2(s * scale_log2 - new_max[:, None])
+            # What was summed relative to the old maximum becomes relative to the new one.
+            rescale = tl.exp2(row_max - new_max)
+            row_sum = row_sum * rescale + tl.sum(p, 1)
+            row_max = new_max
+            v_tile = _load_tile(
+                v, v_strides, batch, kv_head, start_n, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, USE_TMA
+            )
+            acc = tl.dot(
+                p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION, out_dtype=acc.dtype
+            )
+
+    # A row with no allowed key has summed nothing: its output is 0, its lse is log(0) = -inf.
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    out = tl.where(empty[:, None], 0.0, acc / row_sum[:, None])
+    _store_tile(out_ptr, out, out_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN)
+    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * 0.6931471805599453)
+    tl.store(lse_ptr + batch_head.to(tl.int64) * seq_q + rows, lse, mask=rows < seq_q)
+
+
+# --- backward ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["seq_q", "padded_seq_q", "n_heads", "out_strides", "dout_strides"])
+def _attention_bwd_preprocess_kernel(
+    out_ptr,  # (batch, n_heads, seq_q, head_dim_v)
+    dout_ptr,  # (batch, n_heads, seq_q, head_dim_v)
+    lse_ptr,  # (batch, n_heads, seq_q), contiguous
+    dlse_ptr,  # (batch, n_heads, seq_q), contiguous, or None
+    delta_ptr,  # (batch, n_heads, padded_seq_q), contiguous
+    lse_log2_ptr,  # (batch, n_heads, padded_seq_q), contiguous
+    seq_q,
+    padded_seq_q,  # a multiple of every BLOCK_M
+    n_heads,
+    out_strides,
+    dout_strides,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """A program owns BLOCK_M queries of one head: delta = sum(dout * out) - dlse, and the lse in powers of two."""
+    n_tiles = padded_seq_q // BLOCK_M
+    start = tl.program_id(0) % n_tiles * BLOCK_M
+    batch_head = tl.program_id(0) // n_tiles
+    batch = batch_head // n_heads
+    head = batch_head % n_heads
+    STATS_DTYPE: tl.constexpr = lse_ptr.dtype.element_ty
+    rows = start + tl.arange(0, BLOCK_M)
+    offsets = batch_head.to(tl.int64) * seq_q + rows
+    padded_offsets = batch_head.to(tl.int64) * padded_seq_q + rows
+
+    out = _load_tile(out_ptr, out_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, False)
+    dout = _load_tile(dout_ptr, dout_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, False)
+    delta = tl.sum(out.to(STATS_DTYPE) * dout.to(STATS_DTYPE), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + offsets, mask=rows < seq_q, other=0.0)
+    tl.store(delta_ptr + padded_offsets, delta)
+    # Rows with no allowed key, and rows past the end: with +inf their probabilities exp2(s - inf) are 0 in the backward,
+    # where -inf would make them NaN.
+    lse = tl.load(lse_ptr + offsets, mask=rows < seq_q, other=float("-inf"))
+    tl.store(lse_log2_ptr + padded_offsets, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seq_q", "padded_seq_q", "seq_k", "n_heads", "group_size", "heads_per_section", "lower", "upper",
+        "q_strides", "k_strides", "v_strides", "dout_strides", "dk_strides", "dv_strides",
+    ]
+)  # fmt: skip
+def _attention_bwd_dkdv_kernel(
+    q,  # (batch, n_heads, seq_q, head_dim): a pointer, or a tensor descriptor when USE_TMA; so are the next five
+    k,  # (batch, n_heads // group_size, seq_k, head_dim)
+    v,  # (batch, n_heads // group_size, seq_k, head_dim_v)
+    dout,  # (batch, n_heads, seq_q, head_dim_v)
+    lse_log2,  # (batch * n_heads, padded_seq_q), contiguous
+    delta,  # (batch * n_heads, padded_seq_q), contiguous
+    dk_ptr,  # as k
+    dv_ptr,  # as v
+    seq_q,
+    padded_seq_q,
+    seq_k,
+    n_heads,
+    group_size,
+    heads_per_section,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dk_strides,
+    dv_strides,
+    lower,
+    upper,
+    scale: tl.float64,
+    HAS_LOWER: tl.constexpr,
+    HAS_UPPER: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A program owns BLOCK_N keys of one head and walks the queries: dv = p^T dout, dk = ds^T q scale."""
+    n_tiles = tl.cdiv(seq_k, BLOCK_N)
+    n_kv_heads = n_heads // group_size
+    # The first keys are seen by the most queries under a causal mask, and they do start first.
+    tile, batch_kv_head = _tile_and_head(n_tiles, heads_per_section)
+    start = tile * BLOCK_N
+    batch = batch_kv_head // n_kv_heads
+    kv_head = batch_kv_head % n_kv_heads
+    cols = start + tl.arange(0, BLOCK_N)
+    STATS_DTYPE: tl.constexpr = tl.float64 if dk_ptr.dtype.element_ty == tl.float64 else tl.float32
+    scale_log2 = tl.full((), scale * 1.4426950408889634, STATS_DTYPE)
+
+    k_tile = _load_tile(k, k_strides, batch, kv_head, start, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN, USE_TMA)
+    v_tile = _load_tile(v, v_strides, batch, kv_head, start, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, USE_TMA)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), STATS_DTYPE)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), STATS_DTYPE)
+
+    # Seen from key j the allowed queries are those with j - upper <= i <= j - lower: the same rule with the limits swapped.
+    last = tl.minimum(start + BLOCK_N, seq_k) - 1
+    # A last tile of queries that is not whole needs no mask, since lse_log2 is inf past the end.
+    length = tl.cdiv(seq_q, BLOCK_M) * BLOCK_M
+    bounds = _tile_bounds(start, last, -upper, -lower, length, BLOCK_M, HAS_UPPER, HAS_LOWER)
+    # Every query head of the group reads these keys, so this program adds up the gradients of them all, one after another.
+    for member in range(group_size):
+        head = kv_head * group_size + member
+        batch_head = batch * n_heads + head
+        for part in tl.static_range(0 if HAS_UPPER else 1, 3 if HAS_LOWER else 2):
+            for tile in range(bounds[part], bounds[part + 1]):
+                start_m = tile * BLOCK_M
+                q_tile = _load_tile(
+                    q, q_strides, batch, head, start_m, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGN, USE_TMA
+                )
+                lse_tile = _load_statistics(lse_log2, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
+                # Keys along the first axis: p and ds then already lie as the products for dv and dk need them.
+                s = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+                p = tl.exp2(s * scale_log2 - lse_tile[None, :])
+                if part != 1:
+                    rows = start_m + tl.arange(0, BLOCK_M)
+                    p = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER).T, p, 0.0)
+                dout_tile = _load_tile(
+                    dout, dout_strides, batch, head, start_m, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, USE_TMA
+                )
+                dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION, out_dtype=dv.dtype)
+                dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
+                delta_tile = _load_statistics(delta, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
+                ds = p * (dp - delta_tile[None, :])
+                dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+
+    dk *= tl.full((), scale, STATS_DTYPE)
+    _store_tile(dk_ptr, dk, dk_strides, batch, kv_head, start, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN)
+    _store_tile(dv_ptr, dv, dv_strides, batch, kv_head, start, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seq_q", "padded_seq_q", "seq_k", "n_heads", "group_size", "heads_per_section", "lower", "upper",
+        "q_strides", "k_strides", "v_strides", "dout_strides", "dq_strides",
+    ]
+)  # fmt: skip
+def _attention_bwd_dq_kernel(
+    q,  # (batch, n_heads, seq_q, head_dim): a pointer, or a tensor descriptor when USE_TMA; so are the next five
+    k,  # (batch, n_heads // group_size, seq_k, head_dim)
+    v,  # (batch, n_heads // group_size, seq_k, head_dim_v)
+    dout,  # (batch, n_heads, seq_q, head_dim_v)
+    lse_log2,  # (batch * n_heads, padded_seq_q), contiguous
+    delta,  # (batch * n_heads, padded_seq_q), contiguous
+    dq_ptr,  # as q
+    seq_q,
+    padded_seq_q,
+    seq_k,
+    n_heads,
+    group_size,
+    heads_per_section,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dq_strides,
+    lower,
+    upper,
+    scale: tl.float64,
+    HAS_LOWER: tl.constexpr,
+    HAS_UPPER: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A program owns BLOCK_M queries of one head and walks the keys: dq = ds k scale."""
+    n_tiles = tl.cdiv(seq_q, BLOCK_M)
+    tile, batch_head = _tile_and_head(n_tiles, heads_per_section)
+    start = (n_tiles - 1 - tile) * BLOCK_M
+    batch = batch_head // n_heads
+    head = batch_head % n_heads
+    kv_head = head // group_size
+    rows = start + tl.arange(0, BLOCK_M)
+    STATS_DTYPE: tl.constexpr = tl.float64 if dq_ptr.dtype.element_ty == tl.float64 else tl.float32
+    scale_log2 = tl.full((), scale * 1.4426950408889634, STATS_DTYPE)
+
+    q_tile = _load_tile(q, q_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGN, USE_TMA)
+    dout_tile = _load_tile(dout, dout_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, USE_TMA)
+    lse_tile = _load_statistics(lse_log2, batch_head, padded_seq_q, start, BLOCK_M, USE_TMA)
+    delta_tile = _load_statistics(delta, batch_head, padded_seq_q, start, BLOCK_M, USE_TMA)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), STATS_DTYPE)
+
+    last = tl.minimum(start + BLOCK_M, seq_q) - 1
+    bounds = _tile_bounds(start, last, lower, upper, seq_k, BLOCK_N, HAS_LOWER, HAS_UPPER)
+    for part in tl.static_range(0 if HAS_LOWER else 1, 3):
+        for tile in range(bounds[part], bounds[part + 1]):
+            start_n = tile * BLOCK_N
+            k_tile = _load_tile(
+                k, k_strides, batch, kv_head, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN, USE_TMA
+            )
+            v_tile = _load_tile(
+                v, v_strides, batch, kv_head, start_n, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, USE_TMA
+            )
+            s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+            dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
+            p = tl.exp2(s * scale_log2 - lse_tile[:, None])
+            if part != 1:
+                cols = start_n + tl.arange(0, BLOCK_N)
+                p = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER), p, 0.0)
+            ds = p * (dp - delta_tile[:, None])
+            dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
+    dq *= tl.full((), scale, STATS_DTYPE)
+    _store_tile(dq_ptr, dq, dq_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGN)
+
+
+# --- what to launch ---------------------------------------------------------------------------------------------------
+
+
+def _config(kernel: str, block_d: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Rows and columns of a tile of scores, warps and pipeline stages of one kernel ("fwd", "dkdv" or "dq").
+
+    Nothing is tuned at the first call.
+    """
+    if device.type == "cpu":
+        # The interpreter: small tiles, so that short sequences still have skipped, masked and full ones.
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    if dtype.itemsize == 2:
+        # The forward has registers for twice as many queries: the backward keeps two accumulators, or P and dP at once.
+        wide = 128 if kernel == "fwd" else 64
+        block_m, block_n = (wide, 64) if block_d <= 128 else (64 if kernel == "fwd" else 32, 32)
+        return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4 if block_d <= 64 else 8, "num_stages": 2}
+    # Wider elements: as many rows as 8 KiB hold, since the tiles in flight share 64 KiB on the smallest target.
+    block = max(16, min(32, 2**13 // (block_d * dtype.itemsize)))
+    num_warps = 4 if block_d * dtype.itemsize <= 512 else 8
+    return {
+        "BLOCK_M": 2 * block if kernel == "fwd" else block,
+        "BLOCK_N": block,
+        "num_warps": num_warps,
+        "num_stages": 1,
+    }
+
+
+def _alignment(*tensors: torch.Tensor) -> int:
+    """How many neighbouring elements can be moved at a time, in every row of every tensor: up to 16 bytes' worth."""
+    itemsize = tensors[0].element_size()
+    align = 16 // itemsize
+    for x in tensors:
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            return 1
+        strides = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+        align = math.gcd(align, x.data_ptr() // itemsize, *strides)
+    return align
+
+
+def _use_tma(align: int, *tensors: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can load tiles of the tensors: 16-bit elements, rows on 16-byte boundaries."""
+    return (
+        cuda_arch(tensors[0].device) >= 90
+        and align * tensors[0].element_size() == 16
+        and tensors[0].element_size() == 2
+        and all(x.numel() > 0 for x in tensors)
+        and all(stride > 0 for x in tensors for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+    )
+
+
+def _descriptor(x: torch.Tensor, *block: int) -> TensorDescriptor:
+    """Tells the tensor memory accelerator where x lies, and how large the boxes of its last dimensions are."""
+    # The stride of a dimension of size 1 means nothing, and need not be the multiple of 16 bytes that is asked for.
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+    block_shape = (*(1 for _ in x.shape[len(block) :]), *block)
+    return descriptor(TensorDescriptor, x, tuple(x.shape), (*strides, 1), block_shape)
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, next_power_of_2(head_dim))
+
+
+def _heads_per_section(n_heads: int, seq_len: int, row_bytes: int) -> int:
+    return max(1, min(n_heads, _L2_BYTES // max(1, seq_len * row_bytes)))
+
+
+def _clamp(seq_q: int, seq_k: int, lower: int | None, upper: int | None) -> tuple[int, int]:
+    """The limits as kernels take them: 0 when there is none, and within what the lengths make a difference for."""
+    return tuple(0 if limit is None else max(-seq_q, min(limit, seq_k)) for limit in (lower, upper))
+
+
+def _precision(dtype: torch.dtype, device: torch.device) -> str:
+    """How tensor cores multiply float32: TF32 if torch.set_float32_matmul_precision allows, else three TF32 products."""
+    if dtype != torch.float32 or cuda_arch(device) < 80:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _fits_hopper(q, k, v, scale: float, lower: int | None, upper: int | None) -> bool:
+    """Whether the kernels for sm_90 can take over: no mask or torch's causal one, and inputs that they support."""
+    if lower is not None or upper not in (None, 0) or not is_hopper(q.device):
+        return False
+    forward = hopper.load("attention_forward")
+    return forward is not None and forward.supports(q, k, v, scale)
+
+
+def _empty_as(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Memory shaped as x but for head_dim, with the heads inside the positions if x has them so."""
+    batch, heads, seq_len, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(batch, seq_len, heads, head_dim).transpose(1, 2)
+    return x.new_empty(batch, heads, seq_len, head_dim)
+
+
+def _empty_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lower: int | None, upper: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    stats_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _empty_as(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=stats_dtype)
+
+
+@operator(fake=_empty_forward)
+def _attention_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lower: int | None, upper: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _empty_forward(q, k, v, scale, lower, upper)
+    if out.numel() == 0:
+        return out, lse
+    if _fits_hopper(q, k, v, scale, lower, upper):
+        hopper.load("attention_forward").forward(q, k, v, out, lse, upper == 0, scale)
+        return out, lse
+    batch, n_heads, seq_q, head_dim = q.shape
+    _, n_kv_heads, seq_k, head_dim_v = v.shape
+    block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
+    config = _config("fwd", max(block_d, block_dv), q.dtype, q.device)
+    align = _alignment(q, k, v, out)
+    use_tma = _use_tma(align, q, k, v)
+    sources = q, k, v
+    if use_tma:
+        sources = (
+            _descriptor(q, config["BLOCK_M"], block_d),
+            _descriptor(k, config["BLOCK_N"], block_d),
+            _descriptor(v, config["BLOCK_N"], block_dv),
+        )
+    launch(
+        _attention_fwd_kernel,
+        (cdiv(seq_q, config["BLOCK_M"]) * batch * n_heads,),
+        *sources, out, lse, seq_q, seq_k, n_heads, n_heads // n_kv_heads,
+        _heads_per_section(batch * n_heads, seq_k, (head_dim + head_dim_v) * k.element_size()),
+        q.stride(), k.stride(), v.stride(), out.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype, q.device), **config,
+    )  # fmt: skip
+    return out, lse
+
+
+def _empty_backward(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, scale: float, lower: int | None, upper: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _empty_as(q, q.shape[-1]), _empty_as(k, k.shape[-1]), _empty_as(v, v.shape[-1])
+
+
+@operator(fake=_empty_backward)
+def _attention_bwd(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, scale: float, lower: int | None, upper: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dq, dk, dv = _empty_backward(dout, dlse, q, k, v, out, lse, scale, lower, upper)
+    batch, n_heads, seq_q, head_dim = q.shape
+    _, n_kv_heads, seq_k, head_dim_v = v.shape
+    if (
+        _fits_hopper(q, k, v, scale, lower, upper)
+        and dlse is None
+        and n_heads == n_kv_heads
+        and not (upper == 0 and seq_k > seq_q)
+        # It sums dQ in no fixed order.
+        and not torch.are_deterministic_algorithms_enabled()
+    ):
+        hopper.load("attention_backward").backward(dout, q, k, v, out, lse, dq, dk, dv, upper == 0, scale)
+        return dq, dk, dv
+    if dout.stride(-1) != 1:
+        # The gradient of a sum is one number with strides 0: a copy lets the kernels load whole rows.
+        dout = dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
+    align = _alignment(q, k, v, out, dout, dq, dk, dv)
+    use_tma = _use_tma(align, q, k, v, dout)
+    row_bytes = (head_dim + head_dim_v) * q.element_size()
+    constants = dict(
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype, q.device),
+    )  # fmt: skip
+
+    padded_seq_q = cdiv(seq_q, _PADDING) * _PADDING
+    delta, lse_log2 = lse.new_empty(2, batch * n_heads, padded_seq_q)
+
+    def sources(config):
+        if not use_tma:
+            return q, k, v, dout, lse_log2, delta
+        m, n = config["BLOCK_M"], config["BLOCK_N"]
+        return (
+            _descriptor(q, m, block_d), _descriptor(k, n, block_d), _descriptor(v, n, block_dv),
+            _descriptor(dout, m, block_dv), _descriptor(lse_log2, m), _descriptor(delta, m),
+        )  # fmt: skip
+
+    if lse.numel() > 0:
+        launch(
+            _attention_bwd_preprocess_kernel,
+            (padded_seq_q // _PREPROCESS_ROWS * batch * n_heads,),
+            out, dout, lse, dlse, delta, lse_log2, seq_q, padded_seq_q, n_heads, out.stride(), dout.stride(),
+            HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
+        )  # fmt: skip
+    if dk.numel() > 0:
+        config = _config("dkdv", max(block_d, block_dv), q.dtype, q.device)
+        launch(
+            _attention_bwd_dkdv_kernel,
+            (cdiv(seq_k, config["BLOCK_N"]) * batch * n_kv_heads,),
+            *sources(config), dk, dv, seq_q, padded_seq_q, seq_k, n_heads, n_heads // n_kv_heads,
+            _heads_per_section(batch * n_kv_heads, seq_q, row_bytes * n_heads // n_kv_heads),
+            q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
+            **constants, **config,
+        )  # fmt: skip
+    if dq.numel() > 0:
+        config = _config("dq", max(block_d, block_dv), q.dtype, q.device)
+        launch(
+            _attention_bwd_dq_kernel,
+            (cdiv(seq_q, config["BLOCK_M"]) * batch * n_heads,),
+            *sources(config), dq, seq_q, padded_seq_q, seq_k, n_heads, n_heads // n_kv_heads,
+            _heads_per_section(batch * n_heads, seq_k, row_bytes),
+            q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
+            **constants, **config,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+# --- autograd and the public function ---------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, scale, lower, upper):
+        out, lse = _attention_fwd(q, k, v, scale, lower, upper)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.constants = scale, lower, upper
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return None, None, None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return *_AttentionBackward.apply(dout, dlse, q, k, v, out, lse, *ctx.constants), None, None, None
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward pass as a function of its own, so that differentiating it again gives a readable error."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return _attention_bwd(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            "attention: the gradient is not differentiable a second time; for double backward use "
+            "torch.nn.functional.scaled_dot_product_attention under "
+            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+        )
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    causal_alignment: str = "top-left",
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    r"""Softmax attention as :func:`torch.nn.functional.scaled_dot_product_attention`, without the scores in memory.
+
+    .. math:: \text{out}_i = \sum_{j \in A_i} p_{ij} \, v_j, \qquad
+        p_{ij} = e^{s_{ij} - \text{lse}_i}, \quad s_{ij} = \text{scale} \cdot q_i \cdot k_j, \quad
+        \text{lse}_i = \log \sum_{j \in A_i} e^{s_{ij}}
+
+    A query sits at position :math:`p_i = i` among the keys, or at :math:`p_i = i + \text{seq_k} - \text{seq_q}` with
+    bottom-right alignment. The keys :math:`A_i` allowed to it are all keys; with `is_causal` those with
+    :math:`j \le p_i`; with ``window=(left, right)`` those with :math:`p_i - \text{left} \le j \le p_i + \text{right}`.
+    With both, both rules hold.
+
+    Args:
+        q: (..., heads, seq_q, head_dim); float16, bfloat16, float32 or float64. Leading dimensions may be missing.
+        k: (..., heads, seq_k, head_dim), dtype and device of q; head_dim from 1 to 256.
+        v: (..., heads, seq_k, head_dim_v), as k; head_dim_v may differ from head_dim.
+        is_causal: whether a query is kept from the keys after its position.
+        scale: factor of the scores; 1 / sqrt(head_dim) when None.
+        enable_gqa: allow k and v fewer heads than q, whose number must be a multiple: each serves a group of
+            neighbouring query heads. Without it, the heads broadcast as the other leading dimensions do.
+        window: how many keys before and after its position a query sees besides the one at it: (left, right), or one
+            number for both; None in place of a number means no limit on that side.
+        causal_alignment: "top-left" (query 0 sits at key 0, as in torch) or "bottom-right" (the last query sits at the
+            last key, as decoding with a cache needs). The two differ only where seq_q and seq_k do.
+        return_lse: return the logarithm of each row's sum of exponentials, too.
+
+    Returns:
+        (..., heads, seq_q, head_dim_v), dtype of q, memory laid out in q's order; with `return_lse` also lse,
+        (..., heads, seq_q), in natural logarithm, float32 (float64 for float64).
+
+    Raises:
+        TypeError: an argument of the wrong type, a dtype that is not supported, or dtypes that differ.
+        ValueError: shapes that do not fit together, a head_dim over 256, a scale that is not finite, a negative window,
+            an unknown alignment, or tensors on different devices.
+
+    Notes:
+        A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
+        sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
+        products follow :func:`torch.set_float32_matmul_precision`. Memory beyond the outputs is one number a query for
+        the forward and two for the backward. Every output element is computed by one program in a fixed order: forward
+        and backward repeat bit for bit. Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs
+        are cast as torch casts them.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> q, k, v = torch.randn(3, 1, 4, 10, 8).unbind()
+        >>> triton_gallery.attention(q, k, v, is_causal=True).shape
+        torch.Size([1, 4, 10, 8])
+
+    References:
+        Tri Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
+        https://arxiv.org/abs/2307.08691
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor("attention", name, x)
+    check_same_device("attention", q=q, k=k, v=v)
+    if q.device.type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"attention: {name} must have q's dtype {q.dtype}, got {x.dtype}; convert one of them with .to()"
+            )
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"attention: {name} must be True or False, got {flag!r}")
+    q, k, v, shape = _as_4d(q, k, v, enable_gqa)
+    scale = _checked_scale(scale, q.shape[-1])
+    lower, upper = _limits(q.shape[2], k.shape[2], is_causal, window, causal_alignment)
+    if scale <= 0:
+        # The kernels take the largest score before they scale it, which only a positive factor allows.
+        q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = _Attention.apply(q, k, v, scale, lower, upper)
+    else:
+        out, lse = _attention_fwd(q, k, v, scale, lower, upper)
+    out = out.reshape(shape)
+    return (out, lse.reshape(shape[:-1])) if return_lse else out
+
+
+def _as_4d(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """q, k, v as (batch, heads, seq, head_dim), views where strides allow, and the output's shape before that."""
+    named = {"q": q, "k": k, "v": v}
+    for name, x in named.items():
+        if x.dim() < 2:
+            raise ValueError(
+                f"attention: {name} must have at least 2 dimensions, (seq, head_dim), got {tuple(x.shape)}"
+            )
+        if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
+            raise ValueError(f"attention: {name} must have a head_dim from 1 to {_MAX_HEAD_DIM}, got {x.shape[-1]}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"attention: k must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"attention: v must have k's length {k.shape[-2]}, got {v.shape[-2]}")
+    heads = {name: x.shape[-3] if x.dim() > 2 else 1 for name, x in named.items()}
+    if enable_gqa:
+        if heads["k"] != heads["v"] or heads["k"] == 0 or heads["q"] % heads["k"] != 0:
+            raise ValueError(
+                "attention: k and v must have equally many heads, and q a multiple of that, with enable_gqa=True, "
+                f"got {heads['q']}, {heads['k']} and {heads['v']} heads"
+            )
+        n_heads, n_kv_heads = heads["q"], heads["k"]
+    else:
+        n_heads = _broadcast(named, -3)
+        # One head of keys and values for all queries is the smallest group there is; no need to repeat it.
+        n_kv_heads = 1 if heads["k"] == heads["v"] == 1 else n_heads
+    batch_shape = tuple(_broadcast(named, d) for d in range(-max(x.dim() for x in named.values()), -3))
+    batch = math.prod(batch_shape)
+
+    def flat(x, n):
+        return x.expand(*batch_shape, n, *x.shape[-2:]).reshape(batch, n, *x.shape[-2:])
+
+    shape = (*batch_shape, n_heads, q.shape[-2], v.shape[-1])
+    # As many leading dimensions as the inputs had.
+    shape = shape[-max(x.dim() for x in named.values()) :]
+    return flat(q, n_heads), flat(k, n_kv_heads), flat(v, n_kv_heads), shape
+
+
+def _broadcast(named: dict[str, torch.Tensor], dim: int) -> int:
+    """The common size of dimension `dim`, where a missing one counts as 1."""
+    size = 1
+    for x in named.values():
+        if x.dim() >= -dim and x.shape[dim] != 1:
+            if size not in (1, x.shape[dim]):
+                shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
+                hint = "; set enable_gqa=True if q has several heads for each head of k and v" if dim == -3 else ""
+                raise ValueError(f"attention: the leading dimensions of q, k and v must broadcast, got {shapes}{hint}")
+            size = x.shape[dim]
+    return size
+
+
+def _checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"attention: scale must be a number or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"attention: scale must be finite, got {scale}")
+    return float(scale)
+
+
+def _limits(
+    seq_q: int, seq_k: int, is_causal: bool, window: int | tuple[int | None, int | None] | None, causal_alignment: str
+) -> tuple[int | None, int | None]:
+    """(lower, upper): query i is allowed the keys from i + lower to i + upper; None for no limit."""
+    if causal_alignment not in ("top-left", "bottom-right"):
+        raise ValueError(f"attention: causal_alignment must be 'top-left' or 'bottom-right', got {causal_alignment!r}")
+    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, type(None))) for n in sides):
+        raise TypeError(f"attention: window must be a number of keys, a pair (left, right) or None, got {window!r}")
+    if any(n is not None and n < 0 for n in sides):
+        raise ValueError(f"attention: window must not be negative (None stands for no limit), got {window!r}")
+    left, right = sides
+    if is_causal:
+        right = 0
+    # What the position of query 0 is; numbers beyond 2**31 mean no more than that, and would not fit the operator.
+    offset = seq_k - seq_q if causal_alignment == "bottom-right" else 0
+    lower = None if left is None else offset - min(left, 2**31)
+    upper = None if right is None else offset + min(right, 2**31)
+    return lower, upper
