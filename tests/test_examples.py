@@ -104,8 +104,7 @@ def test_page_runs_as_a_notebook(page, tmp_path, monkeypatch):
     declared = re.search(r"^# sphinx_gallery_thumbnail_number = (\d+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert declared and ".plot()" in figures[int(declared[1]) - 1], "the thumbnail is not the benchmark's figure"
     reports = [table for table in tables if "Download CSV" in table]
-    assert len(reports) == sum(".plot()" in source for source in figures) >= 1
-    assert all("easured on NVIDIA H200" in report for report in reports)
+    assert reports and all("easured on NVIDIA H200" in report for report in reports)
 
 
 # --- what a page has to hold ------------------------------------------------------------------------------------------
