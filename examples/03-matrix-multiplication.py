@@ -379,9 +379,10 @@ torch.testing.assert_close(out, a @ b)
 # The fifth rung changes who does what. In all kernels so far every warp does everything: it starts copies, waits for
 # them, multiplies and stores. In the last one, warps *specialise*: one group starts copies and nothing else, two or
 # three others multiply and store, and barriers in shared memory tell each side when a tile has come or may go. Copies
-# then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is written
-# in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are those of this
-# page. The library takes it on Hopper for all but small products, and the kernel above where Gluon is missing.
+# then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is
+# written in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are
+# those of this page. The library takes it on Hopper for all but small products, and the kernel above where Gluon is
+# missing.
 
 # %%
 # How close to the matrix unit's limit?

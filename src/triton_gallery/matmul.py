@@ -135,17 +135,17 @@ def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: 
         block_k = max(16, row_bytes // itemsize)
     else:
         # Every element has an address of its own in registers, and there must be room for them.
-        block_k = 16 if itemsize == 8 else 32
+        block_k = 32 if itemsize <= 2 else 16
     if min(M, N) <= 16:
         # One matrix is thin, and reading the other one is the whole cost: small tiles make many programs to read it.
         block_m, block_n = (16, 64) if M <= N else (64, 16)
         return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=4)
     block_m, block_n = (128, 128) if wide else (64, 128)
     n_tiles = n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
-    if itemsize == 8 or n_tiles < num_multiprocessors(device):
-        # Smaller tiles where large ones leave multiprocessors without work, and for float64, which fills the registers.
-        num_warps = 4 if itemsize <= 2 else 8
-        return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=block_k, GROUP_M=8, num_warps=num_warps, num_stages=3)
+    if itemsize > (4 if wide else 2) or n_tiles < num_multiprocessors(device):
+        # Smaller tiles where numbers and addresses fill the registers, or large ones leave multiprocessors without work.
+        block_n = 64 if itemsize <= 2 else 32
+        return dict(BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=3)
     return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=8, num_stages=3)
 
 
