@@ -143,7 +143,7 @@ def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: 
     block_m, block_n = (128, 128) if wide else (64, 128)
     n_tiles = n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
     if itemsize > (4 if wide else 2) or n_tiles < num_multiprocessors(device):
-        # Smaller tiles where numbers and addresses fill the registers, or large ones leave multiprocessors without work.
+        # Smaller tiles where numbers and addresses fill the registers, or large ones leave multiprocessors idle.
         block_n = 64 if itemsize <= 2 else 32
         return dict(BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=3)
     return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=8, num_stages=3)
