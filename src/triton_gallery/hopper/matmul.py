@@ -111,7 +111,7 @@ def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) 
         fits
         # Below this, building the descriptors costs more time than they save.
         and min(M, N) >= 64
-        and sizes[0] * M * N * K >= 2**28
+        and sizes[0] * M * N * K >= 2**32
         and _tma_can_address(a, a_stride)
         and _tma_can_address(b, b_stride)
         and N * out.element_size() % 16 == 0
