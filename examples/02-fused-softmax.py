@@ -401,6 +401,14 @@ print(report.summary())
 # and the rate depends on how much of the second walk finds its row in the L2 cache. The unfused version can reach a
 # quarter of the copy's rate at best, once its matrices outgrow that cache: this was clear before anything was
 # measured.
+#
+# What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's rate
+# and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one. And we lose where rows are long and
+# their length is odd. Such rows begin at odd addresses, so that every load moves one number instead of eight: with
+# 16401 columns we get :measured:`softmax-fp16: triton_gallery at 16401`, with 16384
+# :measured:`softmax-fp16: triton_gallery at 16384`. With 41393 columns we reach
+# :measured:`softmax-fp16: triton_gallery / torch at 41393` of torch, and with 131072, where a row no longer stays in
+# the cache between its two walks, :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
 
 # %%
 # Break it: pad with zeros

@@ -484,8 +484,21 @@ for report in (report_fp16, report_bf16, report_fp8):
 # Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred
 # multiprocessors, and each walks along :math:`K` in a handful of steps. In the middle, the steps in the curve are
 # *waves*. When 132 multiprocessors have 144 tiles to compute, 120 of them wait in the second round for the other 12.
-# The choice of tile works against that, and cannot always win. Large products are limited by the matrix unit and, on
-# top of that, by the power it may draw: there is little left to gain, and a good kernel and a very good library meet.
+# The choice of tile works against that, and cannot always win; cuBLAS chooses among many more tiles than we do. At
+# 1024³ our rate is :measured:`matmul-fp16: triton_gallery / torch at 1024` torch's.
+#
+# Large products are limited by the matrix unit and by the power it may draw. There is little left to gain, and a good
+# kernel and a very good library meet. Our rate over torch's is
+#
+# - :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³ and
+#   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³ in float16
+# - :measured:`matmul-bf16: triton_gallery / torch at 4096` and
+#   :measured:`matmul-bf16: triton_gallery / torch at 8192` in bfloat16
+# - :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096` and
+#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` in float8
+#
+# The limit line is the fastest of many runs of torch's own product. Clocks change from run to run, so that no median
+# reaches it.
 
 # %%
 # Break it: forget the short group
