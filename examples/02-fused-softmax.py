@@ -403,8 +403,8 @@ print(report.summary())
 # measured.
 #
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's rate
-# and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one. And we lose where rows are long and
-# their length is odd. Such rows begin at odd addresses, so that every load moves one number instead of eight: with
+# and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one. And we lose where rows are long
+# and their length is odd. Such rows begin at odd addresses, so that every load moves one number instead of eight: with
 # 16401 columns we get :measured:`softmax-fp16: triton_gallery at 16401`, with 16384
 # :measured:`softmax-fp16: triton_gallery at 16384`. With 41393 columns we reach
 # :measured:`softmax-fp16: triton_gallery / torch at 41393` of torch, and with 131072, where a row no longer stays in

@@ -655,7 +655,8 @@ for seq_len in (512, 1024, 4096, 16384):
 # positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a mask
 # and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of long
 # and short tiles pays. With head dimension 64 and a mask there is least to win:
-# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst. The limit is a hard one: a matrix
+# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst. The limit is a hard one: a
+# matrix
 # product has no exponentials to wait for. Head dimension 64 has twice as many of them for the same operations, which
 # should keep its curves further from the limit. The backward pass has five products for each exponential where the
 # forward pass has two. Against this stands that it has more tiles to keep at a time, in registers and shared memory,
