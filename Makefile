@@ -50,6 +50,11 @@ bench: $(INSTALLED) check-gpu  ## Measure on a GPU into build/records; PAGE=... 
 
 record: $(INSTALLED) check-gpu  ## Measure on a GPU and rewrite the records that the package ships
 	$(call measure,src/triton_gallery/records)
+	$(MAKE) docs/_static/attention.svg
+
+docs/_static/attention.svg: src/triton_gallery/records/nvidia-h200/attention-fwd-d128-causal-fp16.json  # the README's
+	$(PY) -c "import triton_gallery as tg, matplotlib.pyplot as plt; \
+	  tg.benchmark.load('attention-fwd-d128-causal-fp16').plot(); plt.savefig('$@', metadata={'Date': None})"
 
 linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
 	$(SPHINX) -b linkcheck -D plot_gallery=0 docs build/linkcheck
