@@ -76,6 +76,8 @@ CASES = [
     Case("matmul", [MATRIX, MATRIX], (F8,), matrix=True, targets=("sm_90", "sm_100")),
     Case("matmul", [MATRIX, MATRIX], (F32, F64)),
     Case("matmul", [MATRIX, MATRIX], (F16,), {"bias": (1024,), "activation": "gelu"}, matrix=True),
+    Case("matmul", [(2048, 2048), T(2048, 2048)], (BF16, F8), matrix=True, targets=("sm_90",)),
+    Case("matmul", [(2048, 2048)] * 2, (F16,), {"bias": (2048,), "activation": "gelu"}, True, ("sm_90",)),
     Case("matmul", [(4095, 4097), (4097, 4099)], (BF16,), matrix=True),
     Case("matmul", [(8, 128, 64), (8, 64, 128)], (F16,), matrix=True),
     Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), matrix=True),

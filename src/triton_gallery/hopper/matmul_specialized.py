@@ -113,15 +113,15 @@ def _consumer(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
 
-        if bias_ptr is not None:
-            cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-            bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0)
-            acc += bias.to(gl.float32)[None, :]
         # In two halves, because shared memory has no room for more beside the ring.
         left, right = gl.split(gl.permute(gl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         for half in gl.static_range(2):
             pre = left if half == 0 else right
             first = col + half * (BLOCK_N // 2)
+            if bias_ptr is not None:
+                cols = first + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(0, pre.type.layout))
+                bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0)
+                pre += bias.to(gl.float32)[None, :]
             if pre_desc is not None:
                 _store(pre_desc, pre, smem, batch, row, first)
             _store(out_desc, _activate(pre, ACTIVATION), smem, batch, row, first)
