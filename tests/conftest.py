@@ -16,8 +16,8 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _same_seed_and_nan_filled_memory():
     torch.manual_seed(0)
-    # In this mode torch.empty is filled with NaN (the largest value for integers), so an element that a kernel forgot to
-    # write cannot pass for a right one.
+    # In this mode torch.empty is filled with NaN (the largest value for integers), so an element that a kernel forgot
+    # to write cannot pass for a right one.
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -34,8 +34,8 @@ def pytest_collection_modifyitems(config, items):
 def assert_as_accurate_as_torch(ours, torchs, reference, *, factor=2.0, floor=1e-7):
     """Our error against a float64 reference is at most `factor` times torch's own, plus a stated floor.
 
-    The error is the largest difference, relative to the largest magnitude of the reference. NaN and infinities must stand
-    in the same places as in the reference rounded to the dtype.
+    The error is the largest difference, relative to the largest magnitude of the reference. NaN and infinities must
+    stand in the same places as in the reference rounded to the dtype.
     """
     assert ours.dtype == torchs.dtype and ours.shape == torchs.shape and ours.device == torchs.device
     expected = reference.to(ours.dtype)
@@ -51,4 +51,6 @@ def assert_as_accurate_as_torch(ours, torchs, reference, *, factor=2.0, floor=1e
     ours_error, torchs_error = error(ours), error(torchs)
     # `not <=` instead of `>`: a NaN error fails too.
     if not ours_error <= factor * torchs_error + floor:
-        raise AssertionError(f"error {ours_error:.2e} against float64, torch's own is {torchs_error:.2e}, floor {floor:.0e}")
+        raise AssertionError(
+            f"error {ours_error:.2e} against float64, torch's own is {torchs_error:.2e}, floor {floor:.0e}"
+        )

@@ -86,8 +86,12 @@ CASES = [
     Case("attention", [(2, 4, 1024, 64)] * 3, (F32,), targets=("sm_90",)),
 ]
 
-# (a part of the case's name, target) -> why its kernels may spill.
-EXPECTED_SPILLS: dict[tuple[str, str], str] = {}
+# (a part of the case's name, target) -> how many bytes a kernel may spill with any Triton from 3.6 to 3.9, and why.
+EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
+    ("layer_norm 1024x65536", "sm_100"): (16, "two values made before the loops and needed after them"),
+    ("attention 4x8x2048x128", "sm_90"): (512, "dk and dv fill the consumers' registers; addresses make room"),
+    ("attention 2x4x1000x80", "sm_90"): (64, "an address that the outer loop needs, in the three loops of a window"),
+}
 
 CALLS = {name: (call, case) for case in CASES if hasattr(triton_gallery, case.function) for name, call in case.calls()}
 
@@ -115,10 +119,10 @@ def compiled(request):
 def test_compiles_within_limits(compiled, name, target):
     kernels = compiled(target)[name]
     assert isinstance(kernels, list), kernels
-    reason = next((why for (part, where), why in EXPECTED_SPILLS.items() if part in name and where == target), None)
+    allowed = max((size for (part, t), (size, _) in EXPECTED_SPILLS.items() if part in name and t == target), default=0)
     for kernel in kernels:
         assert kernel.registers is not None, "ptxas is missing"
-        assert kernel.spills == 0 or reason, f"{kernel.name} spills {kernel.spills} bytes per thread"
+        assert kernel.spills <= allowed, f"{kernel.name} spills {kernel.spills} bytes per thread"
         assert kernel.shared <= SHARED_LIMIT[target], f"{kernel.name} asks for {kernel.shared} bytes of shared memory"
         assert not any("serialized" in warning for warning in kernel.warnings), f"{kernel.name}: {kernel.warnings}"
     _, case = CALLS[name]

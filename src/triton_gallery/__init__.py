@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 if "TRITON_INTERPRET" not in os.environ and not (torch.cuda.is_available() or torch.xpu.is_available()):
     if "triton" in sys.modules:
         print(
-            "triton_gallery: no GPU found, and triton was imported first, so its interpreter stays off and no kernel can "
-            "run. Import triton_gallery before triton, or set TRITON_INTERPRET=1.",
+            "triton_gallery: no GPU found, and triton was imported first, so its interpreter stays off and no kernel "
+            "can run. Import triton_gallery before triton, or set TRITON_INTERPRET=1.",
             file=sys.stderr,
         )
     else:

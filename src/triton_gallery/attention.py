@@ -14,6 +14,7 @@ from ._launch import (
     check_tensor,
     cuda_arch,
     descriptor,
+    is_amd,
     is_hopper,
     launch,
     next_power_of_2,
@@ -113,7 +114,7 @@ def _load_tile(
     ALIGN: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """Rows start to start + BLOCK of x[batch, head] as a (BLOCK, BLOCK_D) tile; zeros where it reaches past the tensor."""
+    """Rows start to start + BLOCK of x[batch, head] as a (BLOCK, BLOCK_D) tile, with zeros past the tensor's end."""
     if USE_TMA:
         # The tensor memory accelerator copies the box and fills with zeros by itself.
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
@@ -194,10 +195,10 @@ def _attention_fwd_kernel(
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program owns BLOCK_M queries of one head and walks the keys: out = softmax(q k^T scale) v, lse = its logarithm."""
+    """A program owns BLOCK_M queries of one head and walks the keys: out = softmax(q k^T scale) v, and its lse."""
     n_tiles = tl.cdiv(seq_q, BLOCK_M)
     tile, batch_head = _tile_and_head(n_tiles, heads_per_section)
-    # The last queries see the most keys under a causal mask: they start first, the short tiles fill the gaps at the end.
+    # Under a causal mask the last queries see the most keys: they start first, and short tiles fill the gaps at the end.
     start = (n_tiles - 1 - tile) * BLOCK_M
     batch = batch_head // n_heads
     head = batch_head % n_heads
@@ -215,7 +216,8 @@ def _attention_fwd_kernel(
 
     last = tl.minimum(start + BLOCK_M, seq_q) - 1
     bounds = _tile_bounds(start, last, lower, upper, seq_k, BLOCK_N, HAS_LOWER, HAS_UPPER)
-    # Part 0 is the masked tiles before the full ones, which only a lower limit makes; 1 the full ones; 2 the masked ones after.
+    # Part 0: the masked tiles before the full ones, which only a lower limit makes; 1: the full ones; 2: the masked ones
+    # after them.
     for part in tl.static_range(0 if HAS_LOWER else 1, 3):
         for tile in range(bounds[part], bounds[part + 1]):
             start_n = tile * BLOCK_N
@@ -287,8 +289,8 @@ def _attention_bwd_preprocess_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + offsets, mask=rows < seq_q, other=0.0)
     tl.store(delta_ptr + padded_offsets, delta)
-    # Rows with no allowed key, and rows past the end: with +inf their probabilities exp2(s - inf) are 0 in the backward,
-    # where -inf would make them NaN.
+    # Rows with no allowed key, and rows past the end: with +inf their probabilities exp2(s - inf) are 0 in the
+    # backward, where -inf would make them NaN.
     lse = tl.load(lse_ptr + offsets, mask=rows < seq_q, other=float("-inf"))
     tl.store(lse_log2_ptr + padded_offsets, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
 
@@ -352,12 +354,12 @@ def _attention_bwd_dkdv_kernel(
     dk = tl.zeros((BLOCK_N, BLOCK_D), STATS_DTYPE)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), STATS_DTYPE)
 
-    # Seen from key j the allowed queries are those with j - upper <= i <= j - lower: the same rule with the limits swapped.
+    # Key j is allowed to the queries with j - upper <= i <= j - lower: the same rule with the limits swapped.
     last = tl.minimum(start + BLOCK_N, seq_k) - 1
     # A last tile of queries that is not whole needs no mask, since lse_log2 is inf past the end.
     length = tl.cdiv(seq_q, BLOCK_M) * BLOCK_M
     bounds = _tile_bounds(start, last, -upper, -lower, length, BLOCK_M, HAS_UPPER, HAS_LOWER)
-    # Every query head of the group reads these keys, so this program adds up the gradients of them all, one after another.
+    # Every query head of the group reads these keys, so this program adds up the gradients of them all in turn.
     for member in range(group_size):
         head = kv_head * group_size + member
         batch_head = batch * n_heads + head
@@ -471,28 +473,57 @@ def _attention_bwd_dq_kernel(
 # --- what to launch ---------------------------------------------------------------------------------------------------
 
 
-def _config(kernel: str, block_d: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """Rows and columns of a tile of scores, warps and pipeline stages of one kernel ("fwd", "dkdv" or "dq").
+# BLOCK_M, BLOCK_N, num_warps and num_stages of the kernels, by the padded head_dim that they serve up to. As large as
+# registers allow without spills; several warps share a tile's rows, so that the accumulators fit into them.
+_TILES = {
+    "16-bit, Hopper": {
+        64: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
+        128: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
+        256: {"fwd": (128, 64, 8, 2), "dkdv": (32, 64, 8, 2), "dq": (64, 64, 8, 2)},
+    },
+    "16-bit, Blackwell": {  # accumulators live in tensor memory, which has no room for two of head_dim 256
+        64: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
+        128: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 1), "dq": (128, 64, 8, 2)},
+        256: {"fwd": (128, 64, 8, 2), "dkdv": (32, 16, 8, 1), "dq": (64, 64, 8, 1)},
+    },
+    "16-bit": {
+        64: {"fwd": (128, 64, 4, 3), "dkdv": (32, 128, 8, 2), "dq": (64, 64, 8, 2)},
+        128: {"fwd": (128, 64, 8, 2), "dkdv": (32, 64, 8, 1), "dq": (64, 64, 8, 2)},
+        256: {"fwd": (64, 32, 8, 2), "dkdv": (32, 32, 8, 1), "dq": (64, 32, 8, 1)},
+    },
+    "16-bit, AMD": {
+        64: {"fwd": (128, 64, 4, 1), "dkdv": (64, 64, 4, 1), "dq": (64, 64, 4, 1)},
+        128: {"fwd": (128, 64, 4, 1), "dkdv": (32, 64, 4, 1), "dq": (64, 32, 4, 1)},
+        256: {"fwd": (64, 32, 4, 1), "dkdv": (32, 32, 8, 1), "dq": (64, 32, 4, 1)},
+    },
+    "float32": {
+        64: {"fwd": (64, 32, 8, 1), "dkdv": (64, 32, 8, 1), "dq": (64, 32, 8, 1)},
+        128: {"fwd": (32, 32, 8, 1), "dkdv": (32, 32, 8, 1), "dq": (32, 32, 8, 1)},
+        256: {"fwd": (16, 32, 8, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 32, 8, 1)},
+    },
+    "float64": {
+        128: {"fwd": (16, 16, 4, 1), "dkdv": (16, 16, 4, 1), "dq": (16, 16, 4, 1)},
+        256: {"fwd": (16, 16, 4, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 16, 8, 1)},
+    },
+    # Small tiles, so that short sequences still have skipped, masked and full ones.
+    "interpreter": {256: {"fwd": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1), "dq": (64, 32, 4, 1)}},
+}
 
-    Nothing is tuned at the first call.
-    """
+
+def _config(kernel: str, block_d: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """The launch options of one kernel ("fwd", "dkdv" or "dq"); nothing is tuned at the first call."""
+    arch = cuda_arch(device)
     if device.type == "cpu":
-        # The interpreter: small tiles, so that short sequences still have skipped, masked and full ones.
-        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
-    if dtype.itemsize == 2:
-        # The forward has registers for twice as many queries: the backward keeps two accumulators, or P and dP at once.
-        wide = 128 if kernel == "fwd" else 64
-        block_m, block_n = (wide, 64) if block_d <= 128 else (64 if kernel == "fwd" else 32, 32)
-        return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4 if block_d <= 64 else 8, "num_stages": 2}
-    # Wider elements: as many rows as 8 KiB hold, since the tiles in flight share 64 KiB on the smallest target.
-    block = max(16, min(32, 2**13 // (block_d * dtype.itemsize)))
-    num_warps = 4 if block_d * dtype.itemsize <= 512 else 8
-    return {
-        "BLOCK_M": 2 * block if kernel == "fwd" else block,
-        "BLOCK_N": block,
-        "num_warps": num_warps,
-        "num_stages": 1,
-    }
+        kind = "interpreter"
+    elif dtype.itemsize > 2:
+        kind = "float64" if dtype == torch.float64 else "float32"
+    elif is_amd(device):
+        kind = "16-bit, AMD"
+    else:
+        # 120 is a Blackwell without tensor memory, and with the shared memory of older consumer GPUs.
+        kind = "16-bit, Hopper" if arch == 90 else "16-bit, Blackwell" if 100 <= arch < 120 else "16-bit"
+    tiles = next(tiles for largest, tiles in _TILES[kind].items() if block_d <= largest)
+    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tiles[kernel], strict=True))
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
@@ -508,7 +539,7 @@ def _alignment(*tensors: torch.Tensor) -> int:
 
 
 def _use_tma(align: int, *tensors: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can load tiles of the tensors: 16-bit elements, rows on 16-byte boundaries."""
+    """Whether TMA can load tiles of the tensors: 16-bit elements, rows on 16-byte boundaries."""
     return (
         cuda_arch(tensors[0].device) >= 90
         and align * tensors[0].element_size() == 16
@@ -539,11 +570,9 @@ def _clamp(seq_q: int, seq_k: int, lower: int | None, upper: int | None) -> tupl
     return tuple(0 if limit is None else max(-seq_q, min(limit, seq_k)) for limit in (lower, upper))
 
 
-def _precision(dtype: torch.dtype, device: torch.device) -> str:
-    """How tensor cores multiply float32: TF32 if torch.set_float32_matmul_precision allows, else three TF32 products."""
-    if dtype != torch.float32 or cuda_arch(device) < 80:
-        return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def _precision(dtype: torch.dtype) -> str:
+    """float32 products are exact to their rounding, unless torch.set_float32_matmul_precision allows TF32."""
+    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
 def _fits_hopper(q, k, v, scale: float, lower: int | None, upper: int | None) -> bool:
@@ -599,7 +628,7 @@ def _attention_fwd(
         _heads_per_section(batch * n_heads, seq_k, (head_dim + head_dim_v) * k.element_size()),
         q.stride(), k.stride(), v.stride(), out.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype, q.device), **config,
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype), **config,
     )  # fmt: skip
     return out, lse
 
@@ -639,7 +668,7 @@ def _attention_bwd(
     row_bytes = (head_dim + head_dim_v) * q.element_size()
     constants = dict(
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype, q.device),
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype),
     )  # fmt: skip
 
     padded_seq_q = cdiv(seq_q, _PADDING) * _PADDING
@@ -668,7 +697,8 @@ def _attention_bwd(
             (cdiv(seq_k, config["BLOCK_N"]) * batch * n_kv_heads,),
             *sources(config), dk, dv, seq_q, padded_seq_q, seq_k, n_heads, n_heads // n_kv_heads,
             _heads_per_section(batch * n_kv_heads, seq_q, row_bytes * n_heads // n_kv_heads),
-            q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
+            q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
+            *_clamp(seq_q, seq_k, lower, upper), scale,
             **constants, **config,
         )  # fmt: skip
     if dq.numel() > 0:
@@ -772,8 +802,10 @@ def attention(
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
         products follow :func:`torch.set_float32_matmul_precision`. Memory beyond the outputs is one number a query for
         the forward and two for the backward. Every output element is computed by one program in a fixed order: forward
-        and backward repeat bit for bit. Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs
-        are cast as torch casts them.
+        and backward repeat bit for bit, with one exception. On Hopper, 16-bit inputs of head_dim 64 or 128 without a
+        window take kernels of their own, whose backward adds up the gradient of q in no fixed order (and keeps it in
+        float32 meanwhile); :func:`torch.use_deterministic_algorithms` selects the kernels that repeat. Both outputs are
+        differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 
     Example:
         >>> import torch, triton_gallery

@@ -1,0 +1,703 @@
+import functools
+import importlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import triton_gallery as tg
+from conftest import assert_as_accurate_as_torch
+
+# The package's name `attention` is the function; this is its module.
+module = importlib.import_module("triton_gallery.attention")
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+INF, NAN = math.inf, math.nan
+# What each mask is called, and the arguments that ask for it.
+MASKS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal bottom-right": {"is_causal": True, "causal_alignment": "bottom-right"},
+    "window": {"window": (7, 20)},
+    "causal window": {"window": (33, None), "is_causal": True},
+    "window bottom-right": {"window": (20, 3), "causal_alignment": "bottom-right"},
+}
+MASK = pytest.mark.parametrize("mask", MASKS)
+
+# NumPy, which stands behind the interpreter, warns of every inf - inf; a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def allowed(seq_q, seq_k, is_causal=False, window=None, causal_alignment="top-left", device="cpu"):
+    """The mask spelt out: whether query i may see key j."""
+    position = torch.arange(seq_q, device=device)[:, None] + (
+        seq_k - seq_q if causal_alignment == "bottom-right" else 0
+    )
+    key = torch.arange(seq_k, device=device)[None, :]
+    left, right = window if isinstance(window, tuple) else (window, window)
+    mask = torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
+    if is_causal:
+        mask &= key <= position
+    if left is not None:
+        mask &= key >= position - left
+    if right is not None:
+        mask &= key <= position + right
+    return mask
+
+
+def materialised(q, k, v, mask, scale=None):
+    """Attention by the book: every score in memory. Returns the output and the logsumexp."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    s = (q @ k.mT * scale).masked_fill(~mask, -INF)
+    lse = s.logsumexp(-1)
+    seen = mask.any(-1)[:, None]
+    p = torch.where(mask, (s - lse[..., None].masked_fill(~seen, 0)).exp(), 0)
+    return p @ v, lse
+
+
+def torchs(q, k, v, mask, scale=None):
+    """What torch makes of it in the same dtype; rows with no allowed key are left out of its softmax."""
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | ~mask.any(-1)[:, None], scale=scale, enable_gqa=True)
+    return out.masked_fill(~mask.any(-1)[:, None], 0)
+
+
+def inputs(shape_q, shape_k, dtype=torch.float32, device="cpu", head_dim_v=None):
+    shape_v = (*shape_k[:-1], head_dim_v or shape_k[-1])
+    return [torch.randn(shape, device=device).to(dtype) for shape in (shape_q, shape_k, shape_v)]
+
+
+def with_gradients(call, q, k, v, dout):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = call(q, k, v)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+# What is granted beyond a multiple of torch's own error, relative to the largest value. float32: torch subtracts each
+# row's maximum once, we rescale what was summed whenever it grows. float64 has only another order of sums for a
+# reference.
+FLOOR = {torch.float16: 2e-4, torch.bfloat16: 2e-3, torch.float32: 1e-6, torch.float64: 5e-15}
+
+
+def gradient_terms(q, k, v, mask, scale, dout):
+    """Upper bounds of what dq, dk and dv are sums of: their terms cancel, all of them in a row with one key."""
+    scale = abs(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    n_kv_heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    p = materialised(
+        q, k, torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1), mask, scale
+    )[0]
+    dp = dout.abs() @ v.mT.abs()
+    ds = p * (dp + (p * dp).sum(-1, keepdim=True)) * scale
+
+    def per_kv_head(x):
+        return x.unflatten(1, (n_kv_heads, repeats)).sum(2)
+
+    return ds @ k.abs(), per_kv_head(ds.mT @ q.abs()), per_kv_head(p.mT @ dout.abs())
+
+
+def check(q, k, v, scale=None, dout=None, **mask_kwargs):
+    """Output and gradients against float64: as accurate as torch's own."""
+    mask = allowed(q.shape[2], k.shape[2], **mask_kwargs, device=q.device)
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], device=q.device).to(q.dtype) if dout is None else dout
+
+    def ours(q, k, v):
+        return tg.attention(q, k, v, scale=scale, enable_gqa=True, **mask_kwargs)
+
+    result = with_gradients(ours, q, k, v, dout)
+    expected = with_gradients(functools.partial(torchs, mask=mask, scale=scale), q, k, v, dout)
+    wide = [x.double() for x in (q, k, v)]
+    reference = with_gradients(lambda *x: materialised(*x, mask, scale)[0], *wide, dout.double())
+    floor = FLOOR[q.dtype]
+    assert_as_accurate_as_torch(result[0], expected[0], reference[0], floor=floor)
+    terms = gradient_terms(*wide, mask, scale, dout.double())
+    for x, theirs, exact, size in zip(result[1:], expected[1:], reference[1:], terms, strict=True):
+        assert x.dtype == theirs.dtype and x.shape == theirs.shape
+        error, torchs_error = (x - exact).abs().max(), (theirs - exact).abs().max()
+        assert error <= 3 * torchs_error + floor * size.max()
+    return result
+
+
+# --- dtypes, head dimensions, lengths ---
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [1, 8, 40, 64, 80, 128, 256])
+def test_attention_matches_torch(dtype, head_dim, device):
+    q, k, v = inputs((1, 2, 67, head_dim), (1, 2, 70, head_dim), dtype, device)
+    check(q, k, v, is_causal=head_dim != 64)
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k"),
+    [(1, 1), (1, 130), (130, 1), (2, 3), (17, 15), (32, 31), (33, 64), (63, 65), (64, 64), (127, 96), (129, 130)],
+)
+@MASK
+def test_attention_of_any_lengths(seq_q, seq_k, mask, device):
+    q, k, v = inputs((1, 1, seq_q, 16), (1, 1, seq_k, 16), torch.float32, device)
+    check(q, k, v, **MASKS[mask])
+
+
+@MASK
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_attention_masks_in_other_dtypes(mask, dtype, device):
+    q, k, v = inputs((1, 1, 100, 16), (1, 1, 90, 16), dtype, device)
+    check(q, k, v, **MASKS[mask])
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 31, 32, 64, 1000, (0, 0), (0, None), (None, 0), (None, 7), (2**40, 3)])
+@pytest.mark.parametrize("causal_alignment", ["top-left", "bottom-right"])
+def test_attention_windows(window, causal_alignment, device):
+    q, k, v = inputs((1, 1, 90, 8), (1, 1, 105, 8), torch.float32, device)
+    check(q, k, v, window=window, causal_alignment=causal_alignment)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 24), (40, 8), (1, 130), (65, 1)])
+def test_v_may_have_another_head_dim(head_dim, head_dim_v, device):
+    q, k, v = inputs((1, 2, 40, head_dim), (1, 2, 70, head_dim), torch.float32, device, head_dim_v)
+    check(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1, -0.2, 0.0, 0])
+def test_attention_scales(scale, device):
+    q, k, v = inputs((1, 2, 40, 8), (1, 2, 70, 8), torch.float32, device)
+    check(q, k, v, scale=scale, window=(11, 4))
+
+
+def test_scale_keeps_all_digits_in_float64(device):
+    q, k, v = inputs((1, 1, 20, 8), (1, 1, 30, 8), torch.float64, device)
+    check(q, k, v, scale=0.1)
+
+
+# --- heads, batches, leading dimensions ---
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(4, 2), (6, 2), (3, 1), (4, 4)])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_heads_share_keys(n_heads, n_kv_heads, mask, device):
+    q, k, v = inputs((2, n_heads, 40, 8), (2, n_kv_heads, 50, 8), torch.float32, device)
+    check(q, k, v, **MASKS[mask])
+
+
+def test_sections_of_heads_cover_every_tile(device, monkeypatch):
+    # Two heads fit, the last section has one; with it the programs' order differs from that of the heads.
+    monkeypatch.setattr(module, "_L2_BYTES", 2 * 70 * 16 * 4)
+    q, k, v = inputs((1, 5, 70, 8), (1, 5, 70, 8), torch.float32, device)
+    check(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("shape_q", "shape_k", "shape_v"),
+    [
+        ((9, 8), (12, 8), (12, 8)),
+        ((3, 9, 8), (3, 12, 8), (3, 12, 5)),
+        ((2, 3, 4, 9, 8), (2, 3, 4, 12, 8), (2, 3, 4, 12, 8)),
+        ((2, 4, 9, 8), (1, 1, 12, 8), (1, 1, 12, 8)),
+        ((2, 4, 9, 8), (12, 8), (12, 8)),
+        ((9, 8), (2, 3, 12, 8), (12, 8)),
+        ((3, 1, 9, 8), (1, 2, 12, 8), (3, 2, 12, 8)),
+        ((2, 1, 3, 9, 8), (5, 1, 12, 8), (5, 3, 12, 8)),
+    ],
+    ids=str,
+)
+def test_leading_dimensions_broadcast_as_torchs(shape_q, shape_k, shape_v, device):
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.float64) for shape in (shape_q, shape_k, shape_v))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(q, k, v)
+        dout = torch.randn_like(expected)
+        expected = with_gradients(F.scaled_dot_product_attention, q, k, v, dout)
+    torch.testing.assert_close(with_gradients(tg.attention, q, k, v, dout), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape_q", "shape_k"),
+    [
+        ((0, 2, 5, 8), (0, 2, 7, 8)),
+        ((2, 0, 5, 8), (2, 0, 7, 8)),
+        ((2, 2, 0, 8), (2, 2, 7, 8)),
+        ((2, 2, 5, 8), (2, 2, 0, 8)),
+        ((2, 2, 0, 8), (2, 2, 0, 8)),
+        ((1, 0, 2, 5, 8), (1, 0, 2, 7, 8)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", ["full", "causal bottom-right"])
+def test_attention_of_nothing(shape_q, shape_k, mask, device):
+    q, k, v = inputs(shape_q, shape_k, torch.float32, device)
+    dout = torch.randn(shape_q, device=device)
+    out, dq, dk, dv = with_gradients(functools.partial(tg.attention, **MASKS[mask]), q, k, v, dout)
+    # Where there are queries there are no keys, and the other way round: nothing to see, nothing to learn.
+    for x, like in ((out, q), (dq, q), (dk, k), (dv, v)):
+        torch.testing.assert_close(x, torch.zeros_like(like))
+    assert (tg.attention(q, k, v, return_lse=True)[1] == -INF).all()
+
+
+# --- memory layout ---
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns apart": lambda x: torch.stack([x, torch.full_like(x, NAN)], -1)[..., 0],
+    "rows last": lambda x: x.mT.contiguous().mT,
+    "sliced": lambda x: F.pad(x, (3, 2, 1, 1), value=NAN)[..., 1:-1, 3:-2],
+    "every second row": lambda x: torch.stack([x, torch.full_like(x, NAN)], 3).flatten(2, 3)[:, :, ::2],
+    "unaligned": lambda x: F.pad(x.flatten(), (1, 0), value=NAN)[1:].view(x.shape),
+    "expanded heads": lambda x: x[:, :1].expand(x.shape),
+    "expanded rows": lambda x: x[:, :, :1].expand(x.shape),
+    "expanded columns": lambda x: x[..., :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+def test_attention_takes_any_strides(name, which, device):
+    q, k, v = inputs((2, 2, 35, 16), (2, 2, 40, 16), torch.float16, device)
+    arguments = {"q": q, "k": k, "v": v, "dout": torch.randn_like(q)}
+    arguments[which] = LAYOUTS[name](arguments[which])
+    check(**arguments, is_causal=True)
+
+
+def test_each_tensor_has_its_own_strides(device):
+    q, k, v = inputs((2, 2, 35, 16), (2, 2, 40, 16), torch.float16, device)
+    check(
+        LAYOUTS["heads inside"](q), LAYOUTS["rows last"](k), LAYOUTS["sliced"](v), dout=LAYOUTS["every second row"](q)
+    )
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 5])
+def test_output_and_gradients_are_laid_out_as_the_inputs(head_dim_v, device):
+    q, k, v = inputs((2, 3, 5, 8), (2, 3, 7, 8), torch.float32, device, head_dim_v)
+    dout = torch.randn(2, 3, 5, head_dim_v, device=device)
+    out, dq, dk, dv = with_gradients(tg.attention, LAYOUTS["heads inside"](q), k, v, dout)
+    assert out.transpose(1, 2).is_contiguous() and dq.transpose(1, 2).is_contiguous()
+    assert dk.is_contiguous() and dv.is_contiguous()
+
+
+def test_expanded_gradient_of_sum(device):
+    q, k, v = (x.requires_grad_() for x in inputs((1, 2, 40, 8), (1, 2, 50, 8), torch.float64, device))
+    gradients = torch.autograd.grad(tg.attention(q, k, v, is_causal=True).sum(), (q, k, v))
+    mask = allowed(40, 50, is_causal=True, device=device)
+    expected = torch.autograd.grad(materialised(q, k, v, mask)[0].sum(), (q, k, v))
+    # A sum over v's columns is a constant times the probabilities' sum, 1: dq and dk are rounding errors around 0.
+    torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_strided_inputs_are_not_copied(device, monkeypatch):
+    seen = []
+    launch = module.launch
+    monkeypatch.setattr(
+        module, "launch", lambda kernel, grid, *args, **meta: (seen.append(args), launch(kernel, grid, *args, **meta))
+    )
+    q, k, v = (LAYOUTS["rows last"](x) for x in inputs((1, 2, 35, 16), (1, 2, 40, 16), torch.float16, device))
+    tg.attention(q, k, v)
+    assert [x.data_ptr() for x in seen[0][:3]] == [x.data_ptr() for x in (q, k, v)]
+
+
+def test_attention_writes_nothing_else(device, monkeypatch):
+    memory = torch.full((10_000,), 7.0, device=device)
+    taken = []
+
+    def guarded(x, head_dim):
+        # Each output lies inside the memory with a guard zone on both sides.
+        size = x.numel() // x.shape[-1] * head_dim
+        start = (taken[-1][1] if taken else 0) + 100
+        taken.append((start, start + size))
+        return memory[start : start + size].view(*x.shape[:-1], head_dim)
+
+    monkeypatch.setattr(module, "_empty_as", guarded)
+    q, k, v = inputs((1, 2, 33, 5), (1, 2, 41, 5), torch.float32, device)
+    with_gradients(tg.attention, q, k, v, torch.randn_like(q))
+    outside = torch.ones_like(memory, dtype=torch.bool)
+    for start, end in taken:
+        outside[start:end] = False
+    assert len(taken) == 4 and (memory[outside] == 7).all()
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(device):
+    stride = 2**31 // 64
+    memory = torch.empty(70 * stride + 64, dtype=torch.float16, device=device)
+    q, k, v = inputs((1, 1, 70, 64), (1, 1, 70, 64), torch.float16, device)
+    far = memory.as_strided((1, 1, 70, 64), (1, 1, stride, 1))
+    far.copy_(k)
+    torch.testing.assert_close(tg.attention(q, far, v), tg.attention(q, k, v), rtol=0, atol=0)
+
+
+# --- tensor descriptors ---
+
+
+@pytest.fixture
+def descriptors(monkeypatch):
+    """Loads by tensor descriptors, as on GPUs with a tensor memory accelerator; the interpreter knows them too."""
+    if torch.accelerator.is_available():
+        pytest.skip("the GPU decides by itself")
+    monkeypatch.setattr(module, "cuda_arch", lambda device: 90)
+    made = []
+    make = module._descriptor
+    monkeypatch.setattr(module, "_descriptor", lambda *args: made.append(args) or make(*args))
+    return made
+
+
+@MASK
+@pytest.mark.parametrize("head_dim", [16, 40])
+def test_descriptors_give_the_same(descriptors, mask, head_dim, device):
+    q, k, v = inputs((2, 2, 67, head_dim), (2, 1, 70, head_dim), torch.float16, device)
+    check(LAYOUTS["heads inside"](q), k, LAYOUTS["heads inside"](v), **MASKS[mask])
+    assert len(descriptors) == 3 + 6 + 6
+
+
+@pytest.mark.parametrize("name", ["rows last", "unaligned", "expanded heads", "sliced"])
+def test_descriptors_are_left_alone_where_they_cannot_address(descriptors, name, device):
+    q, k, v = inputs((1, 2, 35, 16), (1, 2, 40, 16), torch.float16, device)
+    check(q, LAYOUTS[name](k), v)
+    assert not descriptors
+
+
+# --- values ---
+
+
+@MASK
+@DTYPES
+def test_logsumexp(mask, dtype, device):
+    q, k, v = inputs((1, 2, 70, 8), (1, 2, 50, 8), dtype, device)
+    lse = tg.attention(q, k, v, return_lse=True, **MASKS[mask])[1]
+    expected = materialised(q.double(), k.double(), v.double(), allowed(70, 50, **MASKS[mask], device=device))[1]
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and lse.shape == q.shape[:-1]
+    torch.testing.assert_close(lse, expected.to(lse.dtype), rtol=1e-6, atol=2e-6)
+
+
+def test_logsumexp_is_differentiable(device):
+    q, k, v = (x.requires_grad_() for x in inputs((1, 2, 40, 8), (1, 2, 50, 8), torch.float64, device))
+    mask = allowed(40, 50, is_causal=True, device=device)
+    dout, dlse = torch.randn(1, 2, 40, 8, device=device).double(), torch.randn(1, 2, 40, device=device).double()
+    ours = torch.autograd.grad(tg.attention(q, k, v, is_causal=True, return_lse=True), (q, k, v), (dout, dlse))
+    torch.testing.assert_close(ours, torch.autograd.grad(materialised(q, k, v, mask), (q, k, v), (dout, dlse)))
+    # The logsumexp alone, so that the output gets no gradient at all; that of the sum is expanded, and v has no part
+    # in it.
+    ours = torch.autograd.grad(tg.attention(q, k, v, is_causal=True, return_lse=True)[1].sum(), (q, k, v))
+    expected = torch.autograd.grad(materialised(q, k, v, mask)[1].sum(), (q, k), materialize_grads=True)
+    torch.testing.assert_close(ours, (*expected, torch.zeros_like(v)))
+
+
+@DTYPES
+@pytest.mark.parametrize("seq_k", [1, 40, 64])
+def test_queries_with_no_allowed_key(dtype, seq_k, device):
+    q, k, v = inputs((1, 2, 130, 8), (1, 2, seq_k, 8), dtype, device)
+    kwargs = {"is_causal": True, "causal_alignment": "bottom-right", "return_lse": True}
+    blind = 130 - seq_k
+    # Not even a NaN reaches them.
+    assert (tg.attention(q, k, torch.full_like(v, NAN), **kwargs)[0][:, :, :blind] == 0).all()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = tg.attention(q, k, v, **kwargs)
+    assert (out[:, :, :blind] == 0).all() and (lse[:, :, :blind] == -INF).all() and lse[:, :, blind:].isfinite().all()
+    dout = torch.zeros_like(out)
+    dout[:, :, :blind] = 1
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    assert (dq[:, :, :blind] == 0).all() and (dk == 0).all() and (dv == 0).all()
+
+
+def test_nobody_may_see_anything(device):
+    q, k, v = inputs((1, 1, 30, 8), (1, 1, 70, 8), torch.float32, device)
+    # The last 30 of 100 queries under bottom-right alignment, whose window of 10 keys ends before the first of them.
+    far = torch.cat([torch.randn(1, 1, 170, 8, device=device), q], 2)
+    out, lse = tg.attention(far, k, v, window=(10, 0), return_lse=True)
+    assert (out[:, :, 80:] == 0).all() and (lse[:, :, 80:] == -INF).all()
+    assert out[:, :, :80].abs().amin(-1).gt(0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_large_logits(dtype, size, device):
+    q, k, v = inputs((1, 1, 70, 8), (1, 1, 100, 8), dtype, device)
+    q[..., 0], k[..., 0] = 100, size / 100
+    mask = torch.ones(70, 100, dtype=torch.bool, device=device)
+    out, lse = tg.attention(q, k, v, scale=1.0, return_lse=True)
+    expected, expected_lse = materialised(q.double(), k.double(), v.double(), mask, 1.0)
+    # A float32 logit of 1e4 is off by 1e4 * 2**-24, and so is each probability's exponent.
+    floor = FLOOR[dtype] if dtype == torch.float64 else FLOOR[dtype] + 2e-3
+    assert_as_accurate_as_torch(out, torchs(q, k, v, mask, 1.0), expected, floor=floor)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=0)
+
+
+def test_keys_without_weight_come_first(device):
+    q, k, v = inputs((1, 1, 40, 8), (1, 1, 100, 8), torch.float32, device)
+    q[..., 0] = 1
+    k[:, :, :70, 0] = -INF  # two whole tiles of scores of -inf
+    mask = torch.ones(40, 100, dtype=torch.bool, device=device)
+    out, lse = tg.attention(q, k, v, return_lse=True)
+    expected, expected_lse = materialised(q.double(), k.double(), v.double(), mask)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=0)
+
+
+def test_one_key_takes_all(device):
+    q, k, v = inputs((1, 1, 40, 8), (1, 1, 100, 8), torch.float32, device)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :, 77, 0] = 1e30
+    torch.testing.assert_close(tg.attention(q, k, v), v[:, :, 77:78].expand(-1, -1, 40, -1))
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_nan_stays_in_its_row(value, device):
+    q, k, v = inputs((1, 2, 40, 8), (1, 2, 50, 8), torch.float32, device)
+    clean = tg.attention(q, k, v)
+    q[0, 1, 17, 3] = value
+    out = tg.attention(q, k, v)
+    assert out[0, 1, 17].isnan().all()
+    out[0, 1, 17] = clean[0, 1, 17]
+    torch.testing.assert_close(out, clean, rtol=0, atol=0)
+
+
+def test_nan_in_a_key_reaches_who_may_see_it(device):
+    q, k, v = inputs((1, 1, 70, 8), (1, 1, 70, 8), torch.float32, device)
+    clean = tg.attention(q, k, v, is_causal=True)
+    k[0, 0, 50, 3] = NAN
+    out = tg.attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out[:, :, :50], clean[:, :, :50], rtol=0, atol=0)
+    assert out[:, :, 50:].isnan().all()
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize("mask", ["full", "causal bottom-right", "window"])
+def test_gradcheck(mask, device):
+    q, k, v = (x.requires_grad_() for x in inputs((1, 2, 5, 3), (1, 1, 6, 3), torch.float64, device, 2))
+    kwargs = {"enable_gqa": True, "return_lse": mask == "full", **MASKS[mask]}
+    torch.autograd.gradcheck(functools.partial(tg.attention, **kwargs), (q, k, v), fast_mode=True)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
+def test_gradients_of_some_inputs(wanted, device):
+    tensors = dict(zip("qkv", inputs((1, 1, 20, 8), (1, 1, 30, 8), torch.float64, device), strict=True))
+    for name in wanted:
+        tensors[name].requires_grad_()
+    leaves = [tensors[name] for name in wanted]
+    dout = torch.randn(1, 1, 20, 8, device=device, dtype=torch.float64)
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(*tensors.values()), leaves, dout)
+    torch.testing.assert_close(torch.autograd.grad(tg.attention(*tensors.values()), leaves, dout), expected)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_results_repeat_bit_for_bit(mask, device):
+    q, k, v = inputs((1, 4, 70, 16), (1, 2, 80, 16), torch.float16, device)
+    dout = torch.randn_like(q)
+    call = functools.partial(tg.attention, enable_gqa=True, **MASKS[mask])
+    first = with_gradients(call, q, k, v, dout)
+    for _ in range(2 if device.type == "cpu" else 100):
+        assert all(torch.equal(a, b) for a, b in zip(first, with_gradients(call, q, k, v, dout), strict=True))
+
+
+def test_inputs_and_gradients_stay_unmodified(device):
+    q, k, v = inputs((1, 2, 40, 8), (1, 2, 50, 8), torch.bfloat16, device)
+    tensors = [q, k, v, torch.randn_like(q)]
+    before, versions = [x.clone() for x in tensors], [x._version for x in tensors]
+    with_gradients(functools.partial(tg.attention, is_causal=True), *tensors)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    assert [x._version for x in tensors] == versions
+
+
+def test_no_graph_without_a_gradient(device):
+    q, k, v = inputs((1, 1, 5, 8), (1, 1, 6, 8), torch.float32, device)
+    assert tg.attention(q, k, v).grad_fn is None
+    with torch.no_grad():
+        assert tg.attention(q.requires_grad_(), k, v).grad_fn is None
+
+
+def test_second_derivative_is_refused(device):
+    q, k, v = (x.requires_grad_() for x in inputs((1, 1, 5, 8), (1, 1, 6, 8), torch.float64, device))
+    (dq,) = torch.autograd.grad(tg.attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(
+        NotImplementedError, match=r"attention: the gradient is not differentiable a second time; .*MATH"
+    ):
+        dq.sum().backward()
+
+
+def test_checkpoint(device):
+    q, k, v = (x.requires_grad_() for x in inputs((1, 1, 20, 8), (1, 1, 30, 8), torch.float64, device))
+    expected = torch.autograd.grad(tg.attention(q, k, v).square().sum(), (q, k, v))
+    out = torch.utils.checkpoint.checkpoint(tg.attention, q, k, v, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, rtol=0, atol=0)
+
+
+# --- refusals ---
+
+
+def qkv(shape_q=(2, 4, 9, 8), shape_k=(2, 4, 12, 8), shape_v=None, dtype=torch.float32):
+    return [torch.zeros(shape, dtype=dtype) for shape in (shape_q, shape_k, shape_v or shape_k)]
+
+
+HALF = torch.zeros(2, 4, 12, 8, dtype=torch.float16)
+REFUSED = {
+    "q of ints": (qkv(dtype=torch.int64), {}, TypeError, "q must have one of the dtypes"),
+    "a list": ([[1.0], *qkv()[1:]], {}, TypeError, "q must be a torch.Tensor, got list"),
+    "sparse k": ([qkv()[0], qkv()[1].to_sparse(), qkv()[2]], {}, TypeError, "k must be a dense"),
+    "k of another dtype": (
+        [qkv()[0], HALF, qkv()[2]],
+        {},
+        TypeError,
+        r"k must have q's dtype torch.float32, got torch.float16",
+    ),
+    "v of another dtype": (
+        [*qkv()[:2], HALF],
+        {},
+        TypeError,
+        r"v must have q's dtype torch.float32, got torch.float16",
+    ),
+    "1-d q": (qkv((8,)), {}, ValueError, r"q must have at least 2 dimensions, \(seq, head_dim\), got \(8,\)"),
+    "head_dim 0": (qkv((2, 4, 9, 0), (2, 4, 12, 0)), {}, ValueError, "q must have a head_dim from 1 to 256, got 0"),
+    "head_dim 257": (
+        qkv((1, 1, 9, 257), (1, 1, 9, 257)),
+        {},
+        ValueError,
+        "q must have a head_dim from 1 to 256, got 257",
+    ),
+    "k's head_dim": (qkv((2, 4, 9, 6)), {}, ValueError, "k must have q's head_dim 6, got 8"),
+    "v's length": (qkv(shape_v=(2, 4, 11, 8)), {}, ValueError, "v must have k's length 12, got 11"),
+    "batches": (
+        qkv((3, 4, 9, 8)),
+        {},
+        ValueError,
+        r"leading dimensions of q, k and v must broadcast, got q \(3, 4, 9, 8\)",
+    ),
+    "heads": (qkv((2, 8, 9, 8)), {}, ValueError, "must broadcast, .*set enable_gqa=True"),
+    "heads that do not divide": (
+        qkv((2, 6, 9, 8)),
+        {"enable_gqa": True},
+        ValueError,
+        "a multiple .* got 6, 4 and 4 heads",
+    ),
+    "heads of v": (qkv((2, 8, 9, 8), shape_v=(2, 2, 12, 8)), {"enable_gqa": True}, ValueError, "got 8, 4 and 2 heads"),
+    "scale of text": (qkv(), {"scale": "1"}, TypeError, "scale must be a number or None, got str"),
+    "scale of bool": (qkv(), {"scale": True}, TypeError, "scale must be a number or None, got bool"),
+    "scale of NaN": (qkv(), {"scale": NAN}, ValueError, "scale must be finite, got nan"),
+    "infinite scale": (qkv(), {"scale": INF}, ValueError, "scale must be finite, got inf"),
+    "is_causal of int": (qkv(), {"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
+    "enable_gqa of None": (qkv(), {"enable_gqa": None}, TypeError, "enable_gqa must be True or False, got None"),
+    "return_lse of int": (qkv(), {"return_lse": 0}, TypeError, "return_lse must be True or False, got 0"),
+    "alignment": (qkv(), {"causal_alignment": "left"}, ValueError, "must be 'top-left' or 'bottom-right', got 'left'"),
+    "window of three": (qkv(), {"window": (1, 2, 3)}, TypeError, r"window must be .*pair .*got \(1, 2, 3\)"),
+    "window of floats": (qkv(), {"window": 1.0}, TypeError, "window must be a number of keys, .*got 1.0"),
+    "window of bool": (qkv(), {"window": (True, 1)}, TypeError, r"window must be .*got \(True, 1\)"),
+    "negative window": (qkv(), {"window": (-1, 0)}, ValueError, r"window must not be negative .*got \(-1, 0\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_attention_refuses(name, device):
+    tensors, kwargs, error, message = REFUSED[name]
+    tensors = [x.to(device) if isinstance(x, torch.Tensor) else x for x in tensors]
+    with pytest.raises(error, match=f"^attention: .*{message}"):
+        tg.attention(*tensors, **kwargs)
+
+
+def test_attention_refuses_another_device(device):
+    q, k, v = inputs((1, 1, 5, 8), (1, 1, 6, 8), torch.float32, device)
+    with pytest.raises(ValueError, match="attention: k must"):
+        tg.attention(q, k.to("meta"), v)
+
+
+# --- integration ---
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_attention_compiles_without_graph_breaks(dynamic, device):
+    def loss(q, k, v):
+        out, lse = tg.attention(q * 1, k, v, is_causal=True, window=(9, 0), enable_gqa=True, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seq_q, seq_k in ((20, 30), (25, 31)):
+        q, k, v = (x.requires_grad_() for x in inputs((2, 4, seq_q, 8), (2, 2, seq_k, 8), torch.float64, device))
+        ours, expected = compiled(q, k, v), loss(q, k, v)
+        torch.testing.assert_close(ours, expected)
+        gradients = torch.autograd.grad(ours, (q, k, v)), torch.autograd.grad(expected, (q, k, v))
+        torch.testing.assert_close(*gradients)
+
+
+def test_opcheck(device):
+    q, k, v = inputs((1, 4, 9, 8), (1, 2, 12, 8), torch.float32, device)
+    q = LAYOUTS["heads inside"](q)
+    for lower, upper in ((None, None), (-3, 0)):
+        torch.library.opcheck(torch.ops.triton_gallery.attention_fwd.default, (q, k, v, 0.3, lower, upper))
+        out, lse = torch.ops.triton_gallery.attention_fwd(q, k, v, 0.3, lower, upper)
+        for dlse in (None, torch.randn_like(lse)):
+            backward = torch.randn_like(out), dlse, q, k, v, out, lse, 0.3, lower, upper
+            torch.library.opcheck(torch.ops.triton_gallery.attention_bwd.default, backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_autocast_gives_torchs_dtype(dtype, device):
+    q, k, v = inputs((1, 1, 9, 8), (1, 1, 12, 8), dtype, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        out, expected = tg.attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.004)
+
+
+@pytest.mark.parametrize("head_dim", [64, 40])
+def test_lengths_share_compilations(head_dim):
+    lengths = [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 128, 255, 500, 512, *range(4090, 4102)]
+
+    def x(seq_len):
+        return torch.empty(2, 4, seq_len, head_dim, device="meta", dtype=torch.float16)
+
+    calls = [
+        (tg.attention, (x(seq_q), x(seq_k), x(seq_k)), {"is_causal": True}, True)
+        for seq_q, seq_k in zip(lengths, reversed(lengths), strict=True)
+    ]
+    outcomes = tg.codegen._compile(tg.codegen._pack(calls, ("sm_80",)))
+    compiled = {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}
+    names = [name for name, _ in compiled]
+    assert len(lengths) == 32 and sorted(names) == sorted(set(names))
+
+
+# --- fuzz ---
+
+
+@st.composite
+def fuzzed(draw):
+    """Sizes, a mask, a dtype and a layout for each tensor."""
+    group, n_kv_heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 2)]))
+    side = st.none() | st.integers(0, 70)
+    return {
+        "shape_q": (draw(st.integers(1, 2)), group * n_kv_heads, draw(st.integers(1, 75)), draw(st.integers(1, 20))),
+        "n_kv_heads": n_kv_heads,
+        "seq_k": draw(st.integers(1, 75)),
+        "head_dim_v": draw(st.integers(1, 20)),
+        "dtype": draw(st.sampled_from(FLOATS)),
+        "layouts": draw(st.tuples(*[st.sampled_from(list(LAYOUTS))] * 4)),
+        "mask": {
+            "is_causal": draw(st.booleans()),
+            "window": draw(st.none() | st.tuples(side, side)),
+            "causal_alignment": draw(st.sampled_from(["top-left", "bottom-right"])),
+        },
+    }
+
+
+def check_fuzzed(case, device):
+    batch, _, _, head_dim = case["shape_q"]
+    shape_k = (batch, case["n_kv_heads"], case["seq_k"], head_dim)
+    q, k, v = inputs(case["shape_q"], shape_k, case["dtype"], device, case["head_dim_v"])
+    dout = torch.randn(*case["shape_q"][:-1], case["head_dim_v"], device=device).to(case["dtype"])
+    q, k, v, dout = (LAYOUTS[name](x) for name, x in zip(case["layouts"], (q, k, v, dout), strict=True))
+    check(q, k, v, dout=dout, **case["mask"])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fuzzed())
+def test_attention_on_fuzzed_inputs(device, case):
+    check_fuzzed(case, device)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fuzzed())
+def test_attention_on_many_fuzzed_inputs(device, case):
+    check_fuzzed(case, device)
