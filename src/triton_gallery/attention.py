@@ -198,7 +198,7 @@ def _attention_fwd_kernel(
     """A program owns BLOCK_M queries of one head and walks the keys: out = softmax(q k^T scale) v, and its lse."""
     n_tiles = tl.cdiv(seq_q, BLOCK_M)
     tile, batch_head = _tile_and_head(n_tiles, heads_per_section)
-    # Under a causal mask the last queries see the most keys: they start first, and short tiles fill the gaps at the end.
+    # Under a causal mask the last queries see the most keys: they start first, short tiles fill the gaps at the end.
     start = (n_tiles - 1 - tile) * BLOCK_M
     batch = batch_head // n_heads
     head = batch_head % n_heads
@@ -216,8 +216,8 @@ def _attention_fwd_kernel(
 
     last = tl.minimum(start + BLOCK_M, seq_q) - 1
     bounds = _tile_bounds(start, last, lower, upper, seq_k, BLOCK_N, HAS_LOWER, HAS_UPPER)
-    # Part 0: the masked tiles before the full ones, which only a lower limit makes; 1: the full ones; 2: the masked ones
-    # after them.
+    # Part 0: the masked tiles before the full ones, which only a lower limit makes; 1: the full ones; 2: the masked
+    # ones after them.
     for part in tl.static_range(0 if HAS_LOWER else 1, 3):
         for tile in range(bounds[part], bounds[part + 1]):
             start_n = tile * BLOCK_N
