@@ -43,7 +43,8 @@ lint: $(INSTALLED)  ## Check style, and the generated pages for names that nothi
 	$(PY) -m ruff format --check .
 	$(PY) docs/_ext/gallery.py --all build/lint --keep-references
 	$(PY) -m ruff check --select F821,F823 build/lint
-	$(PY) -m sphinxlint --max-line-length 120 docs examples README.md
+	$(PY) -m sphinxlint --max-line-length 120 -i docs/_generated -i docs/getting-started/tutorials -i docs/python-api/generated \
+	  docs examples README.md
 
 bench: $(INSTALLED) check-gpu  ## Measure on a GPU into build/records; PAGE=... measures one page
 	$(call measure,build/records)
@@ -54,7 +55,8 @@ record: $(INSTALLED) check-gpu  ## Measure on a GPU and rewrite the records that
 
 docs/_static/attention.svg: src/triton_gallery/records/nvidia-h200/attention-fwd-d128-causal-fp16.json  # the README's
 	$(PY) -c "import triton_gallery as tg, matplotlib.pyplot as plt; \
-	  tg.benchmark.load('attention-fwd-d128-causal-fp16').plot(); plt.savefig('$@', metadata={'Date': None})"
+	  report = tg.benchmark.load('attention-fwd-d128-causal-fp16'); report.plot(); \
+	  plt.savefig('$@', metadata={'Date': None, 'Description': report.provenance()})"
 
 linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
 	$(SPHINX) -b linkcheck -D plot_gallery=0 docs build/linkcheck
