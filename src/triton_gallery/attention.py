@@ -230,7 +230,9 @@ def _attention_fwd_kernel(
                 s = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER), s, float("-inf"))
             # scale_log2 is positive, so the largest score is scaled once a row, not every score before the maximum.
             new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-            p = tl.exp2(s * scale_log2 - new_max[:, None])
+            # A fused multiply-add does not round the product as the maximum was rounded: without the bound, a score of
+            # 1e30 would exceed its own maximum.
+            p = tl.exp2(tl.minimum(s * scale_log2 - new_max[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
             # What was summed relative to the old maximum becomes relative to the new one.
             rescale = tl.exp2(row_max - new_max)
             row_sum = row_sum * rescale + tl.sum(p, 1)
@@ -494,34 +496,40 @@ _TILES = {
     "16-bit, AMD": {
         64: {"fwd": (128, 64, 4, 1), "dkdv": (64, 64, 4, 1), "dq": (64, 64, 4, 1)},
         128: {"fwd": (128, 64, 4, 1), "dkdv": (32, 64, 4, 1), "dq": (64, 32, 4, 1)},
-        256: {"fwd": (64, 32, 4, 1), "dkdv": (32, 32, 8, 1), "dq": (64, 32, 4, 1)},
+        256: {"fwd": (64, 32, 4, 1), "dkdv": (16, 32, 4, 1), "dq": (64, 32, 4, 1)},
     },
     "float32": {
         64: {"fwd": (64, 32, 8, 1), "dkdv": (64, 32, 8, 1), "dq": (64, 32, 8, 1)},
-        128: {"fwd": (32, 32, 8, 1), "dkdv": (32, 32, 8, 1), "dq": (32, 32, 8, 1)},
+        128: {"fwd": (32, 32, 8, 1), "dkdv": (32, 32, 8, 1), "dq": (16, 32, 8, 1)},
         256: {"fwd": (16, 32, 8, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 32, 8, 1)},
+    },
+    "float32, AMD": {  # with 8 warps a thread would have half the registers
+        128: {"fwd": (64, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
+        256: {"fwd": (32, 16, 4, 1), "dkdv": (16, 16, 4, 1), "dq": (16, 16, 4, 1)},
     },
     "float64": {
         128: {"fwd": (16, 16, 4, 1), "dkdv": (16, 16, 4, 1), "dq": (16, 16, 4, 1)},
         256: {"fwd": (16, 16, 4, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 16, 8, 1)},
     },
+    "float64, AMD": {256: {"fwd": (16, 16, 4, 1), "dkdv": (16, 16, 4, 1), "dq": (16, 16, 4, 1)}},
     # Small tiles, so that short sequences still have skipped, masked and full ones.
     "interpreter": {256: {"fwd": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1), "dq": (64, 32, 4, 1)}},
 }
 
 
-def _config(kernel: str, block_d: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+def _config(kernel: str, block_d: int, dtype: torch.dtype, device: torch.device, use_tma: bool) -> dict[str, int]:
     """The launch options of one kernel ("fwd", "dkdv" or "dq"); nothing is tuned at the first call."""
-    arch = cuda_arch(device)
     if device.type == "cpu":
         kind = "interpreter"
-    elif dtype.itemsize > 2:
-        kind = "float64" if dtype == torch.float64 else "float32"
-    elif is_amd(device):
-        kind = "16-bit, AMD"
     else:
-        # 120 is a Blackwell without tensor memory, and with the shared memory of older consumer GPUs.
-        kind = "16-bit, Hopper" if arch == 90 else "16-bit, Blackwell" if 100 <= arch < 120 else "16-bit"
+        kind = {torch.float32: "float32", torch.float64: "float64"}.get(dtype, "16-bit")
+        arch = cuda_arch(device)
+        if is_amd(device):
+            kind += ", AMD"
+        elif use_tma and arch < 120:
+            # Only for descriptors: pointers take the registers that these larger tiles need. 120 is a Blackwell without
+            # tensor memory, and with the shared memory of older consumer GPUs.
+            kind += ", Hopper" if arch == 90 else ", Blackwell"
     tiles = next(tiles for largest, tiles in _TILES[kind].items() if block_d <= largest)
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tiles[kernel], strict=True))
 
@@ -538,15 +546,33 @@ def _alignment(*tensors: torch.Tensor) -> int:
     return align
 
 
-def _use_tma(align: int, *tensors: torch.Tensor) -> bool:
+def _use_tma(*tensors: torch.Tensor) -> bool:
     """Whether TMA can load tiles of the tensors: 16-bit elements, rows on 16-byte boundaries."""
     return (
         cuda_arch(tensors[0].device) >= 90
-        and align * tensors[0].element_size() == 16
         and tensors[0].element_size() == 2
+        and _alignment(*tensors) == 8
         and all(x.numel() > 0 for x in tensors)
         and all(stride > 0 for x in tensors for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
     )
+
+
+def _for_tma(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """On Hopper, 16-bit tensors that TMA cannot load as copies that it can; otherwise the tensors themselves.
+
+    Hopper's matrix instruction reads V from shared memory, and where V arrives there through registers, as it does from
+    unaligned rows, Triton 3.6 was seen to let it read past its tile (compute-sanitizer: invalid shared read).
+    """
+    if not is_hopper(tensors[0].device) or tensors[0].element_size() != 2:
+        return tensors
+
+    def copy(x):
+        if x.numel() == 0 or _use_tma(x):
+            return x
+        padded = x.new_empty(*x.shape[:-1], cdiv(x.shape[-1], 8) * 8)[..., : x.shape[-1]]
+        return padded.copy_(x)
+
+    return tuple(copy(x) for x in tensors)
 
 
 def _descriptor(x: torch.Tensor, *block: int) -> TensorDescriptor:
@@ -611,9 +637,9 @@ def _attention_fwd(
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
-    config = _config("fwd", max(block_d, block_dv), q.dtype, q.device)
     align = _alignment(q, k, v, out)
     use_tma = _use_tma(align, q, k, v)
+    config = _config("fwd", max(block_d, block_dv), q.dtype, q.device, use_tma)
     sources = q, k, v
     if use_tma:
         sources = (
@@ -691,7 +717,7 @@ def _attention_bwd(
             HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
         )  # fmt: skip
     if dk.numel() > 0:
-        config = _config("dkdv", max(block_d, block_dv), q.dtype, q.device)
+        config = _config("dkdv", max(block_d, block_dv), q.dtype, q.device, use_tma)
         launch(
             _attention_bwd_dkdv_kernel,
             (cdiv(seq_k, config["BLOCK_N"]) * batch * n_kv_heads,),
@@ -702,7 +728,7 @@ def _attention_bwd(
             **constants, **config,
         )  # fmt: skip
     if dq.numel() > 0:
-        config = _config("dq", max(block_d, block_dv), q.dtype, q.device)
+        config = _config("dq", max(block_d, block_dv), q.dtype, q.device, use_tma)
         launch(
             _attention_bwd_dq_kernel,
             (cdiv(seq_q, config["BLOCK_M"]) * batch * n_heads,),
