@@ -1,5 +1,7 @@
 """Every test starts from the same seed, on the GPU when there is one, with NaN where nothing was written yet."""
 
+import math
+
 import pytest
 import torch
 
@@ -49,6 +51,9 @@ def assert_as_accurate_as_torch(ours, torchs, reference, *, factor=2.0, floor=1e
         return ((x[finite].double() - reference[finite].double()).abs().max() / scale).item()
 
     ours_error, torchs_error = error(ours), error(torchs)
+    if math.isnan(torchs_error):
+        # torch's attention reads what lies between the rows of some strided inputs: it has no error to compare with.
+        torchs_error = torch.finfo(ours.dtype).eps
     # `not <=` instead of `>`: a NaN error fails too.
     if not ours_error <= factor * torchs_error + floor:
         raise AssertionError(

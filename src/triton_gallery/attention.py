@@ -596,9 +596,13 @@ def _clamp(seq_q: int, seq_k: int, lower: int | None, upper: int | None) -> tupl
     return tuple(0 if limit is None else max(-seq_q, min(limit, seq_k)) for limit in (lower, upper))
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """float32 products are exact to their rounding, unless torch.set_float32_matmul_precision allows TF32."""
-    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+def _precision(dtype: torch.dtype, align: int) -> str:
+    """float32 products are exact to their rounding, unless torch.set_float32_matmul_precision allows TF32.
+
+    TF32 is left to rows that are 16-byte aligned, for the reason that `_for_tma` gives.
+    """
+    allowed = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if allowed and align == 4 else "ieee"
 
 
 def _fits_hopper(q, k, v, scale: float, lower: int | None, upper: int | None) -> bool:
@@ -631,6 +635,7 @@ def _attention_fwd(
     out, lse = _empty_forward(q, k, v, scale, lower, upper)
     if out.numel() == 0:
         return out, lse
+    q, k, v = _for_tma(q, k, v)
     if _fits_hopper(q, k, v, scale, lower, upper):
         hopper.load("attention_forward").forward(q, k, v, out, lse, upper == 0, scale)
         return out, lse
@@ -638,7 +643,7 @@ def _attention_fwd(
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
     align = _alignment(q, k, v, out)
-    use_tma = _use_tma(align, q, k, v)
+    use_tma = _use_tma(q, k, v)
     config = _config("fwd", max(block_d, block_dv), q.dtype, q.device, use_tma)
     sources = q, k, v
     if use_tma:
@@ -654,7 +659,8 @@ def _attention_fwd(
         _heads_per_section(batch * n_heads, seq_k, (head_dim + head_dim_v) * k.element_size()),
         q.stride(), k.stride(), v.stride(), out.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype), **config,
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor,
     )  # fmt: skip
     return out, lse
 
@@ -689,12 +695,13 @@ def _attention_bwd(
         dout = dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
+    q, k, v, dout = _for_tma(q, k, v, dout)
     align = _alignment(q, k, v, out, dout, dq, dk, dv)
-    use_tma = _use_tma(align, q, k, v, dout)
+    use_tma = _use_tma(q, k, v, dout)
     row_bytes = (head_dim + head_dim_v) * q.element_size()
     constants = dict(
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype),
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype, align),
     )  # fmt: skip
 
     padded_seq_q = cdiv(seq_q, _PADDING) * _PADDING
