@@ -659,8 +659,8 @@ def _attention_fwd(
         _heads_per_section(batch * n_heads, seq_k, (head_dim + head_dim_v) * k.element_size()),
         q.stride(), k.stride(), v.stride(), out.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor,
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype, align),
+        **config,
     )  # fmt: skip
     return out, lse
 
