@@ -288,7 +288,7 @@ def test_float32_follows_the_precision(precision, setting, float32_precision):
     a, b = random(65, 130), random(130, 33)
     error = (tg.matmul(a, b, precision=precision) - a.double() @ b.double()).abs().max() / 130**0.5
     # TensorFloat-32 keeps 10 bits behind the point, float32 23; the interpreter rounds nothing to TensorFloat-32.
-    assert error <= (1e-6 if (precision or setting) == "highest" else 8e-3)
+    assert error <= (4e-6 if (precision or setting) == "highest" else 8e-3)
 
 
 @pytest.mark.gpu
