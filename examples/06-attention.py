@@ -591,11 +591,16 @@ for direction in ("fwd", "bwd"):
             reports[direction, head_dim, is_causal] = sweep(direction, head_dim, is_causal).run()
 
 # %%
-# The forward pass at head dimension 128, first without a mask, then causal:
+# The forward pass at head dimension 128, without a mask:
 
 reports["fwd", 128, False].plot()
 
 # %%
+
+reports["fwd", 128, False]
+
+# %%
+# The same, causal:
 
 reports["fwd", 128, True].plot()
 
@@ -604,17 +609,58 @@ reports["fwd", 128, True].plot()
 reports["fwd", 128, True]
 
 # %%
-# The backward pass, in the same order:
+# The backward pass at head dimension 128:
 
 reports["bwd", 128, False].plot()
 
 # %%
+
+reports["bwd", 128, False]
+
+# %%
+# And causal:
 
 reports["bwd", 128, True].plot()
 
 # %%
 
 reports["bwd", 128, True]
+
+# %%
+# The forward pass at head dimension 64:
+
+reports["fwd", 64, False].plot()
+
+# %%
+
+reports["fwd", 64, False]
+
+# %%
+# And causal:
+
+reports["fwd", 64, True].plot()
+
+# %%
+
+reports["fwd", 64, True]
+
+# %%
+# The backward pass at head dimension 64:
+
+reports["bwd", 64, False].plot()
+
+# %%
+
+reports["bwd", 64, False]
+
+# %%
+# And causal:
+
+reports["bwd", 64, True].plot()
+
+# %%
+
+reports["bwd", 64, True]
 
 # %%
 # What the compiler made of it
