@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import triton_gallery
 from triton_gallery import _assembly, _launch, codegen
@@ -38,9 +39,8 @@ def _centre_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _descriptor_kernel(x_desc, out_ptr, BLOCK: tl.constexpr):
-    offsets = tl.arange(0, BLOCK)
-    tl.store(out_ptr + offsets[:, None] * BLOCK + offsets[None, :], x_desc.load([0, 0]))
+def _descriptor_kernel(x_desc, out_desc):
+    out_desc.store([0, 0], x_desc.load([0, 0]))
 
 
 def dot(a, b):
@@ -58,8 +58,8 @@ def centre(x):
 
 
 def copy_through_descriptor(x):
-    descriptor = _launch.TensorDescriptor.from_tensor(x, [64, 64])
-    _launch.launch(_descriptor_kernel, (1,), descriptor, torch.empty_like(x), BLOCK=64)
+    descriptors = [TensorDescriptor.from_tensor(t, [64, 64]) for t in (x, torch.empty_like(x))]
+    _launch.launch(_descriptor_kernel, (1,), *descriptors)
 
 
 class _Twice(torch.autograd.Function):
@@ -95,7 +95,7 @@ def test_add_for_every_target():
     for kernel in report.kernels:
         assert kernel.name == "_add_kernel" and kernel.num_warps == 4
         assert 0 < kernel.registers < 64 and kernel.spills == kernel.stack == kernel.shared == 0
-        assert kernel.matrix == {} and kernel.tma == 0 and kernel.warnings == ()
+        assert kernel.matrix == {} and kernel.tma_loads == kernel.tma_stores == 0 and kernel.warnings == ()
     by_target = {k.target: (k.load_bits, k.store_bits) for k in report.kernels}
     assert by_target["sm_80"] == by_target["sm_90"] == by_target["sm_100"] == (128, 128)
     assert by_target["gfx942"] == (64, 64)  # 1024 elements over 256 threads leave four for each
@@ -133,7 +133,7 @@ def test_spills_are_counted():
 
 def test_tensor_descriptor_becomes_tma():
     report = codegen.inspect(copy_through_descriptor, empty(64, 64), targets=["sm_80", "sm_90"])
-    assert [k.tma for k in report.kernels] == [0, 1]
+    assert [(k.tma_loads, k.tma_stores) for k in report.kernels] == [(0, 0), (1, 1)]
     assert "TMA" in str(report)
 
 
@@ -197,12 +197,12 @@ def test_warp_size_follows_the_family():
 
 
 def test_report_as_text_and_html():
-    kernel = codegen.Kernel("_f<1>", "sm_90", 8, 3, None, None, None, 1024, 128, None, 0, {"wgmma": 2}, (), {})
+    kernel = codegen.Kernel("_f<1>", "sm_90", 8, 3, None, None, None, 1024, 128, None, 0, 0, {"wgmma": 2}, (), {})
     lines = str(codegen.Report((kernel,))).splitlines()
     assert lines[0].split("  ")[0] == "kernel" and "1,024" in lines[1] and "2 wgmma" in lines[1]
     assert "registers" not in lines[0] and "warnings" not in lines[0]  # columns without an entry are left out
     text = codegen.Report((kernel,))._repr_html_()
-    assert text.startswith('<div class="codegen-table"') and "<td>_f&lt;1&gt;</td>" in text
+    assert text.startswith('<div class="codegen-table"') and '<th scope="row">_f&lt;1&gt;</th>' in text
 
 
 def test_serialised_wgmma_is_named():

@@ -24,7 +24,8 @@ def read_ptx(ptx: str, log: str) -> dict:
         stack=_most(r"(\d+) bytes stack frame", log),
         load_bits=max(widths["ld"], default=None),
         store_bits=max(widths["st"], default=None),
-        tma=len(re.findall(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor", ptx)),
+        tma_loads=len(re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+        tma_stores=len(re.findall(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global", ptx)),
         matrix=_count(matrix, ptx),
         warnings=tuple(sorted(set(re.findall(r"\(C75\d\d\).*", log)))),
     )
@@ -39,7 +40,8 @@ def read_amdgcn(asm: str) -> dict:
         stack=_most(r"\.private_segment_fixed_size:\s*(\d+)", asm),
         load_bits=widest_amd("load", asm),
         store_bits=widest_amd("store", asm),
-        tma=0,
+        tma_loads=0,
+        tma_stores=0,
         matrix=_count({"mfma": r"\bv_s?mf(?:ma|mac)_", "wmma": r"\bv_wmma_"}, asm),
         warnings=(),
     )

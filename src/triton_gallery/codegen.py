@@ -60,9 +60,10 @@ class Kernel:
         shared: bytes of shared memory that a program asks for.
         load_bits: the widest load from global memory by one thread, in bits; None where there is none.
         store_bits: the widest store.
-        tma: copies by the tensor memory accelerator, which take the place of the threads' loads and stores.
+        tma_loads: copies to shared memory by the tensor memory accelerator, which take the place of the threads' loads.
+        tma_stores: copies and sums from shared memory by the same.
         matrix: how many matrix instructions the code has by family: mma, wgmma, tcgen05, mfma or wmma.
-        warnings: what ptxas says of wgmma that it had to serialise (C75xx).
+        warnings: what ptxas says of wgmma that it had to serialise or to wait for (C75xx).
         asm: the stages by name: ttir, ttgir, llir, then ptx, cubin and sass, or amdgcn.
     """
 
@@ -76,7 +77,8 @@ class Kernel:
     shared: int
     load_bits: int | None
     store_bits: int | None
-    tma: int
+    tma_loads: int
+    tma_stores: int
     matrix: dict[str, int]
     warnings: tuple[str, ...]
     asm: dict[str, str | bytes] = field(repr=False, compare=False)
@@ -90,8 +92,8 @@ _COLUMNS: dict[str, Callable[[Kernel], object]] = {
     "registers": lambda k: k.registers,
     "spills (bytes)": lambda k: k.spills,
     "shared memory (bytes)": lambda k: f"{k.shared:,}",
-    "widest load": lambda k: "TMA" if k.tma else k.load_bits and f"{k.load_bits} bit",
-    "widest store": lambda k: k.store_bits and f"{k.store_bits} bit",
+    "widest load": lambda k: "TMA" if k.tma_loads else k.load_bits and f"{k.load_bits} bit",
+    "widest store": lambda k: "TMA" if k.tma_stores else k.store_bits and f"{k.store_bits} bit",
     "matrix instructions": lambda k: ", ".join(f"{count} {family}" for family, count in k.matrix.items()),
     "warnings": lambda k: ", ".join(sorted({re.search(r"C\d+", warning).group() for warning in k.warnings})),
 }
@@ -145,7 +147,12 @@ class Report:
             return "<p>no kernel was launched</p>"
         header, *rows = self._table()
         head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in header)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
+        body = "".join(
+            f'<tr><th scope="row">{html.escape(name)}</th>'
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+            + "</tr>\n"
+            for name, *cells in rows
+        )
         return (
             '<div class="codegen-table" tabindex="0" role="region" aria-label="What each kernel was compiled to">\n'
             f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>"
