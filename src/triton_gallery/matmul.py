@@ -140,9 +140,21 @@ def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: 
         # One matrix is thin, and reading the other one is the whole cost: small tiles make many programs to read it.
         block_m, block_n = (16, 64) if M <= N else (64, 16)
         return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=4)
+
+    def n_tiles(block_m, block_n):
+        return n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
+
+    n_processors = num_multiprocessors(device)
+    if wide and itemsize <= 2 and is_hopper(device):
+        # Up to three programs per multiprocessor hold all tiles at once, each with as many stages as it has room for.
+        block_n = 128 if N > 64 and n_tiles(64, 128) > n_processors // 2 else 64
+        programs = cdiv(n_tiles(64, block_n), n_processors)
+        if programs <= 3:
+            return dict(
+                BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=6 - programs
+            )
     block_m, block_n = (128, 128) if wide else (64, 128)
-    n_tiles = n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
-    if itemsize > (4 if wide else 2) or n_tiles < num_multiprocessors(device):
+    if itemsize > (4 if wide else 2) or n_tiles(block_m, block_n) < n_processors:
         # Smaller tiles where numbers and addresses fill the registers, or large ones leave multiprocessors idle.
         block_n = 64 if itemsize <= 2 else 32
         return dict(BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=3)

@@ -11,6 +11,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -25,6 +26,8 @@ from .. import _launch
 __all__ = [
     "TensorDescriptor",
     "as_row",
+    "async_copy",
+    "async_copy_to_shared",
     "async_load",
     "async_store",
     "descriptor",
@@ -42,7 +45,8 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
-# Triton 3.9 has new names for the two copies.
+# Triton 3.9 has new names for the copies.
+async_copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait

@@ -367,7 +367,8 @@ def backward(
     batch, n_heads, seq_q, head_dim = q.shape
     seq_kv = k.shape[2]
     if not tma_can_address(dout):
-        dout = dout.contiguous()
+        # Not `contiguous`, which keeps a dense tensor that starts between two 16-byte steps.
+        dout = dout.clone(memory_format=torch.contiguous_format)
     # An even number: a key tile's diagonal crosses two query tiles. Rows past the end count for nothing.
     n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)

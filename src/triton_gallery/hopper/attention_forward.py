@@ -203,12 +203,13 @@ def _fwd_consumer(
     out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_M query rows of each tile; the first key tile it meets is the only one that can need a mask."""
     dtype: gl.constexpr = out_desc.dtype
     # With two consumers the diagonal tile is 128 x 128: the upper one's rows see its first half only.
-    HALF: gl.constexpr = IS_CAUSAL and NUM_CONSUMERS == 2 and CONSUMER == 0 and BLOCK_N == 2 * BLOCK_M
+    HALF: gl.constexpr = DIAGONAL_FIRST and NUM_CONSUMERS == 2 and CONSUMER == 0 and BLOCK_N == 2 * BLOCK_M
     FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
     FIRST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, 16])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -345,6 +346,7 @@ def _attention_fwd_hopper_kernel(
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
+    DIAGONAL_FIRST: gl.constexpr,  # every query tile's last key tile holds its diagonal
     EVEN_KV: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -380,11 +382,11 @@ def _attention_fwd_hopper_kernel(
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 0)),
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 0)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 1)),
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
@@ -395,15 +397,15 @@ def _attention_fwd_hopper_kernel(
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 0)),
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 0)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 1)),
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 1)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, EVEN_KV, 2)),
+                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
 
@@ -426,6 +428,8 @@ def forward(
     # spare for masking a ragged end.
     n_consumers = 3 if head_dim == 64 and even_kv and not (is_causal and seq_q < 2048) else 2
     rows = block_m * n_consumers
+    # Causal queries past the last key meet no diagonal: their last key tile is one that they see whole.
+    diagonal_first = is_causal and cdiv(seq_q, BLOCK_N) <= cdiv(seq_kv, BLOCK_N)
     schedule = _schedule(cdiv(seq_q, rows), batch * n_heads, rows, seq_kv, head_dim, is_causal, q.device)
     launch(
         _attention_fwd_hopper_kernel,
@@ -436,5 +440,5 @@ def forward(
         descriptor(out, [1, 1, block_m, head_dim]),
         lse, schedule, seq_q, seq_kv, n_heads, n_heads // n_kv_heads, schedule.shape[1], scale * LOG2_E,
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, HEAD_DIM=head_dim, NUM_CONSUMERS=n_consumers, STAGES=2, IS_CAUSAL=is_causal,
-        EVEN_KV=even_kv, REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
+        DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv, REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
     )  # fmt: skip
