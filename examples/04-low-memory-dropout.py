@@ -121,15 +121,14 @@ assert philox(key=0, counter=0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DB
 # quote: triton_gallery.dropout._dropout_kernel
 
 # %%
-# Its launcher turns the probability into a threshold, and puts the seed where the kernel can read it.
+# Its launcher turns the probability into a threshold.
 
 
 def my_dropout(x, p, seed):
     out = torch.empty_like(x)
     n_elements = x.numel()
-    seed = torch.tensor(seed, device=x.device)
     grid = (triton.cdiv(n_elements, 1024),)
-    _dropout_kernel[grid](x, seed, out, n_elements, round(p * 2**32), 1 / (1 - p), BLOCK_SIZE=1024)
+    _dropout_kernel[grid](x, out, n_elements, seed, None, round(p * 2**32), 1 / (1 - p), BLOCK_SIZE=1024)
     return out
 
 
@@ -145,8 +144,10 @@ def my_dropout(x, p, seed):
 #   the last of 32 bits, and the kernel rounds nothing. The comparison is unsigned, hence `tl.uint32`: as a signed
 #   number, a draw of :math:`2^{31}` or more would be negative.
 # - `tl.where(keep, ..., 0.0)` selects. Multiplying by 0 or 1 instead would turn a dropped infinity into NaN.
-# - `seed_ptr` points at one number in the GPU's memory. The seed may so be the result of an earlier kernel: the CPU
-#   need not know it, and never waits. Were it a `tl.constexpr`, each new seed would compile a new kernel.
+# - `seed` is an ordinary argument. Were it a `tl.constexpr`, each new seed would compile a new kernel, and without
+#   `do_not_specialize` the seeds 1 and 16 would, too. `seed_ptr` is for seeds that only the GPU knows, because an
+#   earlier kernel made them: the CPU never waits, and a CUDA graph draws a new mask at each replay. It is None here,
+#   and the compiler removes the branch.
 # - `block_start` is a 64-bit number, and `tl.randint4x` spreads it over two words of the counter. With 32 bits the
 #   mask would start again after :math:`2^{34}` elements.
 # - `scale: tl.float64` fixes the argument's type. A Python float would arrive as float32, too coarse for float64

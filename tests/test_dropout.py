@@ -131,9 +131,9 @@ def test_dropout_mask_does_not_depend_on_the_block_size(kernel, block_size, devi
     seed = torch.tensor(11, device=device)
     grid = (triton.cdiv(n, block_size),)
     if kernel == "flat":
-        launch(_dropout_kernel, grid, x, seed, out, n, 2**31, 2.0, BLOCK_SIZE=block_size)
+        launch(_dropout_kernel, grid, x, out, n, 0, seed, 2**31, 2.0, BLOCK_SIZE=block_size)
     else:
-        args = x, seed, out, n, (n,), (1,), (1,), 2**31, 2.0
+        args = x, out, n, 0, seed, (n,), (1,), (1,), 2**31, 2.0
         launch(_dropout_strided_kernel, grid, *args, INDEX_DTYPE=tl.int32, BLOCK_SIZE=block_size)
     assert torch.equal(out, tg.dropout(x, 0.5, seed=11))
 
@@ -210,7 +210,7 @@ def test_dropout_writes_nothing_else(device):
     memory = torch.full((3, 130), 7.0, device=device)
     out = memory[1, :127]
     x = torch.randn(127, device=device)
-    launch(_dropout_kernel, (1,), x, torch.tensor(5, device=device), out, 127, 2**31, 2.0, BLOCK_SIZE=1024)
+    launch(_dropout_kernel, (1,), x, out, 127, 5, None, 2**31, 2.0, BLOCK_SIZE=1024)
     assert torch.equal(out, tg.dropout(x, 0.5, seed=5))
     assert (memory[0] == 7).all() and (memory[2] == 7).all() and (memory[1, 127:] == 7).all()
 
@@ -286,6 +286,17 @@ def test_dropout_without_a_seed_follows_manual_seed(device):
     torch.manual_seed(5)
     assert torch.equal(tg.dropout(x), first)
     assert torch.equal(tg.dropout(x), second)
+
+
+def test_dropout_repeats_with_the_generators_state(device):
+    x = torch.ones(200, device=device)
+    torch.rand(5, device=device)
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    state = module.get_rng_state()
+    first, after = tg.dropout(x), torch.rand(5, device=device)
+    module.set_rng_state(state)
+    assert torch.equal(tg.dropout(x), first)
+    assert torch.equal(torch.rand(5, device=device), after)
 
 
 def test_dropout_that_drops_nothing_leaves_the_generator_alone(device):
@@ -403,8 +414,10 @@ def test_dropout_saves_the_seed_and_no_mask(device):
     saved = []
     x = torch.randn(300, device=device, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        tg.dropout(x, 0.5, seed=torch.tensor(3, device=device))
+        tg.dropout(x, 0.5, seed=3)
         tg.dropout(x, 0.5)
-    assert [(t.numel(), t.dtype) for t in saved] == [(1, torch.int64)]
+    assert saved and all(t.numel() == 1 and t.dtype == torch.int64 for t in saved)
 
 
 def test_dropout_needs_no_graph_without_gradients(device):
@@ -433,9 +446,10 @@ def test_dropout_under_activation_checkpointing(device):
 
 @pytest.mark.parametrize("name", ["a slice with an offset", "permuted", "expanded rows", "0-d"])
 def test_dropout_opcheck(name, device):
-    args = strided_inputs(device)[name], torch.tensor(3, device=device)
-    torch.library.opcheck(torch.ops.triton_gallery.dropout.default, (*args, 0.25))
-    torch.library.opcheck(torch.ops.triton_gallery.dropout.default, (*args, 1.0))
+    x = strided_inputs(device)[name]
+    for seed in ((3, None), (0, torch.tensor(3, device=device))):
+        torch.library.opcheck(torch.ops.triton_gallery.dropout.default, (x, *seed, 0.25))
+        torch.library.opcheck(torch.ops.triton_gallery.dropout.default, (x, *seed, 1.0))
 
 
 def test_dropout_compiles_without_graph_breaks(device):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 import triton_gallery as tg
 from conftest import assert_as_accurate_as_torch
+from triton_gallery import hopper
+from triton_gallery._launch import is_hopper
 
 # The package's name `softmax` is the function; this is its module.
 module = importlib.import_module("triton_gallery.softmax")
@@ -105,6 +107,27 @@ def test_softmax_around_the_longest_row_in_registers(dtype, device):
     limit = module._MAX_ROW_BYTES // (8 if dtype == torch.float64 else 4)
     for n_cols in (limit // 2 + 1, limit, limit + 1):
         check("softmax", torch.randn(2, n_cols, device=device).mul(3).to(dtype))
+
+
+@pytest.mark.gpu
+@OPS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("n_cols", [8200, 16_384, 20_000, 32_776, 70_000, 110_592, 114_688, 262_152])
+def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
+    if not is_hopper(device):
+        pytest.skip("these kernels are Hopper's")
+    # More rows than programs: each program has several, one after another.
+    wide = torch.randn(800 if n_cols < 70_000 else 300, n_cols + 24, device=device).mul(3).to(dtype)
+    x = wide[:, 16:-8]
+    if dtype != torch.float32 or n_cols > 32_768:
+        assert hopper.load("softmax").supports(x, n_cols, n_cols + 24)
+    check(op, x)
+    x[1] = -INF
+    x[2, -1], x[3, 0], x[4, n_cols // 2] = NAN, INF, -INF
+    x[5, :-1] = -INF
+    x[6] *= 3e3
+    y, reference = ours(op, x), torchs(op, x.double())
+    assert_as_accurate_as_torch(y, torchs(op, x), reference, floor=FLOOR)
 
 
 @pytest.mark.parametrize("n_cols", [70_003, pytest.param(3_000_003, marks=pytest.mark.gpu)])

@@ -41,7 +41,7 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
             f"{op}: {name} must be on a GPU, got device cpu; move it there, or set TRITON_INTERPRET=1 before importing "
             "triton to run on CPU tensors in the interpreter"
         )
-    if x.device.type == "meta" and _compiled is None and not _tracing():
+    if x.device.type == "meta" and _compiled is None and not is_tracing():
         raise ValueError(f"{op}: {name} must hold data, got a meta tensor")
 
 
@@ -57,7 +57,8 @@ def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-def _tracing() -> bool:
+def is_tracing() -> bool:
+    """Whether torch.compile or another tracer, not the device, will get what is called now."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -78,7 +79,7 @@ def operator(fake: Callable) -> Callable:
 
         @functools.wraps(launcher)
         def call(*args):
-            return overload(*args) if _tracing() else launcher(*args)
+            return overload(*args) if is_tracing() else launcher(*args)
 
         return call
 

@@ -1,10 +1,12 @@
 """Dropout without a mask in memory: the backward pass draws the same random numbers again."""
 
+import threading
+
 import torch
 import triton
 import triton.language as tl
 
-from ._launch import cdiv, check_same_device, check_tensor, collapse, index_dtype, launch, operator
+from ._launch import cdiv, check_same_device, check_tensor, collapse, index_dtype, is_tracing, launch, operator
 
 _SEED_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _BLOCK_SIZE = 1024
@@ -22,12 +24,13 @@ def _draw_block(seed, block_start, BLOCK_SIZE: tl.constexpr):
     return tl.reshape(words, (BLOCK_SIZE,)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _dropout_kernel(
     x_ptr,  # (n_elements,)
-    seed_ptr,  # one int64
     out_ptr,  # (n_elements,)
     n_elements,
+    seed: tl.int64,
+    seed_ptr,  # one int64 that takes the place of seed, or None
     threshold: tl.uint32,  # p * 2**32
     scale: tl.float64,  # 1 / (1 - p)
     BLOCK_SIZE: tl.constexpr,
@@ -38,7 +41,9 @@ def _dropout_kernel(
     offsets = block_start + tl.arange(0, BLOCK_SIZE)
     mask = offsets < n_elements
     x = tl.load(x_ptr + offsets, mask=mask).to(COMPUTE_DTYPE)
-    keep = _draw_block(tl.load(seed_ptr), block_start, BLOCK_SIZE) >= threshold
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
+    keep = _draw_block(seed, block_start, BLOCK_SIZE) >= threshold
     # A select, not a product with 0: a dropped infinity or NaN becomes 0 as well.
     out = tl.where(keep, x * tl.full((), scale, COMPUTE_DTYPE), 0.0)
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -52,12 +57,13 @@ def _draw_each(seed, indices):
     return tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _dropout_strided_kernel(
     x_ptr,  # any strides over `shape`
-    seed_ptr,  # one int64
     out_ptr,  # (n_elements,): dense
     n_elements,
+    seed: tl.int64,
+    seed_ptr,  # one int64 that takes the place of seed, or None
     shape,  # sizes of the dimensions in the order of out's memory, innermost first
     x_strides,
     index_strides,  # of the row-major index that names an element's draw
@@ -80,17 +86,19 @@ def _dropout_strided_kernel(
         x_offsets += coordinate * x_strides[d]
         indices += coordinate * index_strides[d]
     x = tl.load(x_ptr + x_offsets, mask=mask).to(COMPUTE_DTYPE)
-    keep = _draw_each(tl.load(seed_ptr), indices) >= threshold
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
+    keep = _draw_each(seed, indices) >= threshold
     out = tl.where(keep, x * tl.full((), scale, COMPUTE_DTYPE), 0.0)
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _empty_output(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+def _empty_output(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: float) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 @operator(fake=_empty_output)
-def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+def _dropout(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: float) -> torch.Tensor:
     if p == 1:
         return torch.zeros_like(x)
     out = torch.empty_like(x)
@@ -101,7 +109,11 @@ def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     threshold = min(round(p * 2**32), 2**32 - 1)
     scale = 1 / (1 - p)
     if x.is_contiguous():
-        launch(_dropout_kernel, grid, x, seed, out, n_elements, threshold, scale, BLOCK_SIZE=_BLOCK_SIZE)
+        # 32 bytes for each thread: with fewer, starting threads weighs more; with more, fewer of them hide the wait.
+        launch(
+            _dropout_kernel, grid, x, out, n_elements, seed, seed_tensor, threshold, scale,
+            BLOCK_SIZE=_BLOCK_SIZE, num_warps=max(1, _BLOCK_SIZE * x.element_size() // 1024),
+        )  # fmt: skip
         return out
     # Programs walk out's memory, so that neighbouring lanes touch neighbouring addresses.
     order = sorted(range(out.ndim), key=out.stride, reverse=True)
@@ -110,7 +122,8 @@ def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
         out.permute(order).shape, x.permute(order).stride(), row_major.permute(order).stride()
     )
     launch(
-        _dropout_strided_kernel, grid, x, seed, out, n_elements, shape, x_strides, index_strides, threshold, scale,
+        _dropout_strided_kernel, grid,
+        x, out, n_elements, seed, seed_tensor, shape, x_strides, index_strides, threshold, scale,
         INDEX_DTYPE=index_dtype(n_elements), BLOCK_SIZE=_BLOCK_SIZE,
     )  # fmt: skip
     return out
@@ -118,32 +131,53 @@ def _dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, seed, p):
-        ctx.save_for_backward(seed)
-        ctx.p = p
-        return _dropout(x, seed, p)
+    def forward(ctx, x, seed, seed_tensor, p):
+        ctx.save_for_backward(seed_tensor)
+        ctx.seed, ctx.p = seed, p
+        return _dropout(x, seed, seed_tensor, p)
 
     @staticmethod
     def backward(ctx, dout):
         # Dropout is linear in x: its gradient is the same dropout, same seed, of dout.
-        (seed,) = ctx.saved_tensors
-        return _apply(dout, seed, ctx.p), None, None
+        (seed_tensor,) = ctx.saved_tensors
+        return _apply(dout, ctx.seed, seed_tensor, ctx.p), None, None, None
 
 
-def _apply(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+def _apply(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: float) -> torch.Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Dropout.apply(x, seed, p)
-    return _dropout(x, seed, p)
+        return _Dropout.apply(x, seed, seed_tensor, p)
+    return _dropout(x, seed, seed_tensor, p)
 
 
-def _seed_tensor(seed: int | torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """The seed as one int64 in the device's memory: no call waits for it, and CUDA graphs draw anew."""
-    if seed is None:
-        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+def _resolve(seed: int | torch.Tensor | None, device: torch.device) -> tuple[int, torch.Tensor | None]:
+    """The seed as a number, or (second) as one int64 in the device's memory, which no call waits for."""
+    if isinstance(seed, torch.Tensor):
+        return 0, seed.to(torch.int64)
     if isinstance(seed, int):
         # The 64 bits count: -1 and 2**64 - 1 are the same seed.
-        return torch.full((), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)
-    return seed.to(torch.int64)
+        return (seed - 2**64 if seed >= 2**63 else seed), None
+    if device.type != "cuda" or is_tracing() or torch.cuda.is_current_stream_capturing():
+        # Drawn on the device, so that each replay of a CUDA graph or run of a compiled function draws anew.
+        return 0, torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+    return _draw_seed(torch.cuda.default_generators[device.index]), None
+
+
+_generator_lock = threading.Lock()
+
+
+def _draw_seed(generator: torch.Generator) -> int:
+    """A seed made of the state of a CUDA generator, which moves on as if it had drawn four numbers.
+
+    A kernel that draws the seed on the device would cost a small dropout more time than the dropout itself.
+    """
+    with _generator_lock:
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)
+    # SplitMix64: neighbouring states give unrelated seeds.
+    x = (generator.initial_seed() + (offset // 4 + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return (x ^ x >> 31) - 2**63
 
 
 def _check_seed(seed: object, x: torch.Tensor) -> None:
@@ -212,4 +246,4 @@ def dropout(
     _check_seed(seed, x)
     if not training or p == 0:
         return x
-    return _apply(x, _seed_tensor(seed, x.device), float(p))
+    return _apply(x, *_resolve(seed, x.device), float(p))

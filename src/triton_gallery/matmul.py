@@ -146,19 +146,22 @@ def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: 
 
     n_processors = num_multiprocessors(device)
     if wide and itemsize <= 2 and is_hopper(device):
-        # Up to three programs per multiprocessor hold all tiles at once, each with as many stages as it has room for.
-        block_n = 128 if N > 64 and n_tiles(64, 128) > n_processors // 2 else 64
-        programs = cdiv(n_tiles(64, block_n), n_processors)
-        if programs <= 3:
-            return dict(
-                BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=6 - programs
-            )
+        if not _is_large(M, N, n_matrices, device):
+            block_n = 128 if N > 64 and n_tiles(64, 128) > n_processors // 2 else 64
+            programs = min(3, cdiv(n_tiles(64, block_n), n_processors))
+            # Each program has as many stages as shared memory has room for.
+            return dict(BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=6 - programs)
     block_m, block_n = (128, 128) if wide else (64, 128)
     if itemsize > (4 if wide else 2) or n_tiles(block_m, block_n) < n_processors:
         # Smaller tiles where numbers and addresses fill the registers, or large ones leave multiprocessors idle.
         block_n = 64 if itemsize <= 2 else 32
         return dict(BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=3)
     return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=8, num_stages=3)
+
+
+def _is_large(M: int, N: int, n_matrices: int, device: torch.device) -> bool:
+    """Whether tiles of 64 × 128 are more than three programs on each multiprocessor can hold at once."""
+    return n_matrices * cdiv(M, 64) * cdiv(N, 128) > 3 * num_multiprocessors(device)
 
 
 def _loads_are_wide(x: torch.Tensor) -> bool:
@@ -224,13 +227,14 @@ def _matmul(
     else:
         batch = (1,), [(0,), (0,)]
     reduced = _is_reduced(a.dtype, precision)
-    if is_hopper(a.device):
+    wide = _loads_are_wide(a) and _loads_are_wide(b)
+    if is_hopper(a.device) and (not wide or _is_large(M, N, n_matrices, a.device) or K >= 8192):
         tma = hopper.load("matmul")
         if tma.supports(a, b, out, batch):
             fastest = hopper.load("matmul_specialized") or tma
             fastest.multiply(a, b, bias, out, pre, activation, reduced, batch)
             return outputs
-    config = _config(M, N, n_matrices, a.element_size(), _loads_are_wide(a) and _loads_are_wide(b), a.device)
+    config = _config(M, N, n_matrices, a.element_size(), wide, a.device)
     launch(
         _matmul_kernel,
         (n_matrices * cdiv(M, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"]),),

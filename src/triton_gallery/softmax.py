@@ -4,7 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import FLOATS, cdiv, check_tensor, collapse, launch, next_power_of_2, num_multiprocessors, operator
+from . import hopper
+from ._launch import (
+    FLOATS,
+    cdiv,
+    check_tensor,
+    collapse,
+    is_hopper,
+    launch,
+    next_power_of_2,
+    num_multiprocessors,
+    operator,
+)
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
@@ -308,6 +319,12 @@ def _launch_rows(
         )  # fmt: skip
         return
 
+    if len(inputs) == 1 and is_hopper(out.device):
+        resident = hopper.load("softmax")
+        if resident is not None and resident.supports(*inputs, n_cols, row_strides[0][0]):
+            resident.forward(*inputs, out, n_rows, n_cols, row_strides[0][0], is_log)
+            return
+
     args = (*inputs, out, n_rows, n_cols, *(s[0] for s in row_strides[:-1]))
     block_cols = next_power_of_2(n_cols)
     col_bytes = len(inputs) * stats_dtype.itemsize
@@ -329,7 +346,7 @@ def _launch_rows(
 
 def _num_warps(n_bytes: int) -> int:
     """Warps for a tile of that many bytes in registers: measured on an H200, and no more than 64 values per thread."""
-    return next((warps for limit, warps in ((4096, 2), (16384, 4), (65536, 8)) if n_bytes <= limit), 16)
+    return next((warps for limit, warps in ((4096, 2), (16384, 4), (32768, 8)) if n_bytes <= limit), 16)
 
 
 def _strided_tile(n_rows: int, n_cols: int, dense_rows: bool) -> tuple[int, int]:

@@ -93,7 +93,7 @@ def _tma_can_address(x: torch.Tensor, batch_stride: int) -> bool:
 
 
 def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) -> bool:
-    """Whether the kernel can take these matrices, and they are large enough for it to pay.
+    """Whether the kernel can take these matrices.
 
     `batch` is what `collapse` gives for the batch dimensions: their sizes, then the strides of a and of b.
     """
@@ -101,7 +101,7 @@ def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) 
     if len(sizes) > 1:
         return False
     a_stride, b_stride = (stride[0] if sizes[0] > 1 else 0 for stride in strides)
-    M, N, K = *out.shape[-2:], a.shape[-1]
+    M, N = out.shape[-2:]
     if a.dtype in FLOAT8:
         # The matrix unit reads float8 only along K.
         fits = not is_transposed(a) and is_transposed(b)
@@ -109,9 +109,8 @@ def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) 
         fits = a.dtype in (torch.float16, torch.bfloat16)
     return (
         fits
-        # Smaller products are faster with smaller tiles than these kernels have.
-        and min(M, N) >= 128
-        and sizes[0] * M * N * K >= 2**32
+        # A tile has 64 rows and columns, or more.
+        and min(M, N) >= 64
         and _tma_can_address(a, a_stride)
         and _tma_can_address(b, b_stride)
         and N * out.element_size() % 16 == 0
