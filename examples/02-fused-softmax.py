@@ -289,13 +289,32 @@ torch.testing.assert_close(my_online_softmax(x), torch.softmax(x, dim=1))
 # This walk is the heart of flash attention: page six carries a third running value along, the output itself.
 
 # %%
+# A row that waits on the chip
+# ----------------------------
+#
+# The L2 cache is a hope: it keeps a row for the second walk if nothing else needs the room. There is a surer place.
+# Each multiprocessor of Hopper has 227 KiB of *shared memory*, which a program fills and empties as
+# it likes, and 110,000 float16 numbers fit in there. `tl` uses it behind the scenes and has no words for it. Gluon, the
+# lower-level language that Triton's compiler offers beside it, has some, and the library's kernel for long rows on
+# Hopper (`hopper/softmax.py`) is written in it.
+#
+# That kernel cuts a row into chunks of a few KiB. It starts the copies of all of them into shared memory at once, and
+# folds each chunk into the running statistics when it arrives, as above: `m` and `s` once more, for each thread. Then
+# it walks along the chunks a second time, in shared memory, and writes the result. As soon as a chunk is written, its
+# place is free, and the copy of the same chunk of the program's *next* row starts into it. So copies are under way at
+# all times but one, the short moment when the threads exchange their maxima, and no number crosses the chip's border
+# more often than once in and once out. A row of more than 216 KiB leaves a tail that has no place; the tail takes the
+# online kernel's way, twice through the L2 cache.
+
+# %%
 # From kernels to a function
 # --------------------------
 #
-# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, the online kernel above. A third kernel
+# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, the online kernel above; on Hopper the
+# kernel with the chunks for rows of over 16 KiB (128 KiB in float32) that begin at multiples of 16 bytes. Another kernel
 # serves what is not dense along the row. Softmax along the first of two dimensions is such a case: the numbers of one
 # "row" lie far apart, while neighbouring rows lie next to each other. Copying the matrix into a better order would
-# cost two more trips, so the third kernel reads it where it lies, 64 rows side by side.
+# cost two more trips, so this kernel reads it where it lies, 64 rows side by side.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -382,11 +401,12 @@ tg.codegen.inspect(tg.softmax, x)
 # %%
 # The registers confirm the plan: they hold the row and little else, and nothing spills. Shared memory is a few bytes,
 # one number from each warp. And the widest load is 128 bits, eight numbers at once, since 8192 is a multiple of 16.
-# (With 781 columns a row may begin at any even address, and the loads are 16 bits wide.) Long rows take the online
-# kernel. On an H200 its shared memory is a waiting room for blocks that are on their way:
+# (With 781 columns a row may begin at any even address, and the loads are 16 bits wide.) Long rows take another kernel:
+# on Hopper the one that fills shared memory with the row, elsewhere the online one, whose shared memory is a waiting
+# room for the blocks that are on their way.
 
 x = torch.empty(4096, 131072, dtype=torch.float16, device="meta")
-tg.codegen.inspect(tg.softmax, x, targets=["sm_90", "gfx942"])
+tg.codegen.inspect(tg.softmax, x)
 
 # %%
 # What we saw
@@ -396,19 +416,22 @@ print(report.summary())
 
 # %%
 # Three regions, three reasons. Short rows are small matrices: the launch takes longer than the work, so this end says
-# more about launching than about softmax. In the middle, where a row stays in registers, memory moves :math:`x` and
-# the result and nothing else, so the rate to compare with is that of a copy. Beyond 32768 columns a row is read twice,
-# and the rate depends on how much of the second walk finds its row in the L2 cache. The unfused version can reach a
-# quarter of the copy's rate at best, once its matrices outgrow that cache: this was clear before anything was
-# measured.
+# more about launching than about softmax. From there on memory moves :math:`x` and the result and nothing else, as long
+# as a row fits into registers or shared memory, so the rate to compare with is that of a copy. Beyond that, a part of
+# the row is read twice. The unfused version can reach a quarter of the copy's rate at best, once its matrices outgrow
+# the L2 cache: this was clear before anything was measured.
 #
-# What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's rate
-# and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one. And we lose where rows are long
-# and their length is odd. Such rows begin at odd addresses, so that every load moves one number instead of eight: with
-# 16401 columns we get :measured:`softmax-fp16: triton_gallery at 16401`, with 16384
-# :measured:`softmax-fp16: triton_gallery at 16384`. With 41393 columns we reach
-# :measured:`softmax-fp16: triton_gallery / torch at 41393` of torch, and with 131072, where a row no longer stays in
-# the cache between its two walks, :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
+# What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's
+# rate and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one, and at 65536
+# :measured:`softmax-fp16: triton_gallery / limit at 65536` and
+# :measured:`softmax-fp16: triton_gallery / peers at 65536`. With 131072 columns a sixth of the row has no place on the
+# chip, and we are left with :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy, still
+# :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
+#
+# We lose where rows are long and their length is odd. Such rows begin at odd addresses, so that every load moves one
+# number instead of eight: with 16401 columns we get :measured:`softmax-fp16: triton_gallery at 16401`, with 16384
+# :measured:`softmax-fp16: triton_gallery at 16384`, and with 41393 columns we reach
+# :measured:`softmax-fp16: triton_gallery / torch at 41393` of torch.
 
 # %%
 # Break it: pad with zeros

@@ -294,9 +294,8 @@ print(report_fp16.summary())
 # %%
 # In float32 a mask is one byte in nine, in float16 one in five, so storing none pays more the narrower the type is.
 # The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32, and drawing one
-# number per call instead of four would make this kernel compute-bound. Small tensors show neither: there we pay for a
-# second launch, the one that draws the seed from torch's generator. With 65536 elements that leaves us at
-# :measured:`dropout-fp32: triton_gallery / torch at 65536` of torch's rate; with 2²⁸ we reach
+# number per call instead of four would make this kernel compute-bound. With 65536 elements the launch is all there is
+# to see, and we run at :measured:`dropout-fp32: triton_gallery / torch at 65536` of torch's rate; with 2²⁸ we reach
 # :measured:`dropout-fp32: triton_gallery / torch at 268435456` of it in float32 and
 # :measured:`dropout-fp16: triton_gallery / torch at 268435456` in float16. In float32 that is
 # :measured:`dropout-fp32: triton_gallery / limit at 268435456` of a copy; in float16, with twice the arithmetic per

@@ -718,6 +718,7 @@ def test_attention_on_fuzzed_inputs(device, case):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fuzzed())
 def test_attention_on_many_fuzzed_inputs(device, case):

@@ -82,6 +82,10 @@ def check(norm, x, shape, params, eps=1e-5, dy=None):
     # The terms of dx cancel, almost entirely in rows of one or two elements; what is lost is relative to the terms.
     terms = (dy.double() if params[0] is None else dy * double[0]) * rstd
     floors = [FLOOR * max(1, (terms.abs().max() / reference[1].abs().max()).item()), FLOOR, FLOOR]
+    if params[0] is not None:
+        # dw sums dy times the centered rows, which in rows of one constant are what the mean lost.
+        tiny = torch.finfo(torch.float64).tiny
+        floors[1] += lost * (dy.double().abs().sum() / reference[2].abs().max().clamp(min=tiny)).item()
     for mine, theirs, exact, floor in zip(result[1:], expected[1:], reference[1:], floors, strict=False):
         assert_as_accurate_as_torch(mine, theirs, exact, factor=3, floor=floor)
     return result

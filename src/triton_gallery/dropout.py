@@ -110,9 +110,11 @@ def _dropout(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: fl
     scale = 1 / (1 - p)
     if x.is_contiguous():
         # 32 bytes for each thread: with fewer, starting threads weighs more; with more, fewer of them hide the wait.
+        # A small tensor does not fill the GPU, and is done sooner with more threads.
+        num_warps = 4 if n_elements < 2**20 else max(1, _BLOCK_SIZE * x.element_size() // 1024)
         launch(
             _dropout_kernel, grid, x, out, n_elements, seed, seed_tensor, threshold, scale,
-            BLOCK_SIZE=_BLOCK_SIZE, num_warps=max(1, _BLOCK_SIZE * x.element_size() // 1024),
+            BLOCK_SIZE=_BLOCK_SIZE, num_warps=num_warps,
         )  # fmt: skip
         return out
     # Programs walk out's memory, so that neighbouring lanes touch neighbouring addresses.

@@ -228,7 +228,9 @@ def _matmul(
         batch = (1,), [(0,), (0,)]
     reduced = _is_reduced(a.dtype, precision)
     wide = _loads_are_wide(a) and _loads_are_wide(b)
-    if is_hopper(a.device) and (not wide or _is_large(M, N, n_matrices, a.device) or K >= 8192):
+    # Unless loads are narrow, the pointer kernel is faster at small products: it has smaller tiles.
+    large = _is_large(M, N, n_matrices, a.device) or (K >= 8192 and min(M, N) >= 128)
+    if is_hopper(a.device) and (large or not wide):
         tma = hopper.load("matmul")
         if tma.supports(a, b, out, batch):
             fastest = hopper.load("matmul_specialized") or tma

@@ -1,9 +1,9 @@
 """Softmax of long rows, in Gluon: a row waits on the chip between the two passes over it.
 
 ``tl`` decides by itself what lives in shared memory. Here the kernel decides: it copies a row there chunk by chunk,
-takes maximum and sum as the chunks arrive, and writes the result chunk by chunk; as soon as a chunk is written, the copy
-of the next row's chunk takes its place, so that memory is never idle. What shared memory cannot hold of a row is read a
-second time, from the L2 cache.
+takes maximum and sum as the chunks arrive, and writes the result chunk by chunk; as soon as a chunk is written, the
+copy of the next row's chunk takes its place, so that memory is never idle. What shared memory cannot hold of a row is
+read a second time, from the L2 cache.
 """
 
 import torch
