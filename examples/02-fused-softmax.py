@@ -293,10 +293,10 @@ torch.testing.assert_close(my_online_softmax(x), torch.softmax(x, dim=1))
 # ----------------------------
 #
 # The L2 cache is a hope: it keeps a row for the second walk if nothing else needs the room. There is a surer place.
-# Each multiprocessor of Hopper has 227 KiB of *shared memory*, which a program fills and empties as
-# it likes, and 110,000 float16 numbers fit in there. `tl` uses it behind the scenes and has no words for it. Gluon, the
-# lower-level language that Triton's compiler offers beside it, has some, and the library's kernel for long rows on
-# Hopper (`hopper/softmax.py`) is written in it.
+# Each multiprocessor of Hopper has 227 KiB of *shared memory*, which a program fills and empties as it likes, and
+# 110,000 float16 numbers fit in there. `tl` uses it behind the scenes and has no words for it. Gluon, the lower-level
+# language that Triton's compiler offers beside it, has some, and the library's kernel for long rows on Hopper
+# (`hopper/softmax.py`) is written in it.
 #
 # That kernel cuts a row into chunks of a few KiB. It starts the copies of all of them into shared memory at once, and
 # folds each chunk into the running statistics when it arrives, as above: `m` and `s` once more, for each thread. Then
@@ -310,11 +310,11 @@ torch.testing.assert_close(my_online_softmax(x), torch.softmax(x, dim=1))
 # From kernels to a function
 # --------------------------
 #
-# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, the online kernel above; on Hopper the
-# kernel with the chunks for rows of over 16 KiB (128 KiB in float32) that begin at multiples of 16 bytes. Another kernel
-# serves what is not dense along the row. Softmax along the first of two dimensions is such a case: the numbers of one
-# "row" lie far apart, while neighbouring rows lie next to each other. Copying the matrix into a better order would
-# cost two more trips, so this kernel reads it where it lies, 64 rows side by side.
+# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, the online kernel above; on Hopper
+# the kernel with the chunks for rows of over 16 KiB (128 KiB in float32) that begin at multiples of 16 bytes. Another
+# kernel serves what is not dense along the row. Softmax along the first of two dimensions is such a case: the numbers
+# of one "row" lie far apart, while neighbouring rows lie next to each other. Copying the matrix into a better order
+# would cost two more trips, so this kernel reads it where it lies, 64 rows side by side.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
