@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import triton_gallery  # noqa: F401  before anything imports triton: it may switch the interpreter on
+from triton_gallery._launch import forget_replays
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
@@ -18,6 +19,8 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _same_seed_and_nan_filled_memory():
     torch.manual_seed(0)
+    # A test may change what a replay has kept.
+    forget_replays()
     # In this mode torch.empty is filled with NaN (the largest value for integers), so an element that a kernel forgot
     # to write cannot pass for a right one.
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -6,6 +6,7 @@ call would build.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -62,11 +63,12 @@ def is_tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def operator(fake: Callable) -> Callable:
+def operator(fake: Callable, replay: bool = True) -> Callable:
     """Register a launcher as ``torch.ops.triton_gallery.<name>`` without a cost for eager calls.
 
     Args:
         fake: takes the launcher's arguments and returns empty outputs of the right shape, dtype and strides.
+        replay: whether the launcher is also `replayed`.
 
     ``torch.compile`` and other tracers see one opaque operator; an eager call goes straight to the launcher, because
     the dispatcher would cost more host time than the launch. The launcher's annotations give the operator's schema.
@@ -76,10 +78,11 @@ def operator(fake: Callable) -> Callable:
         name = launcher.__name__.removeprefix("_")
         torch.library.custom_op(f"triton_gallery::{name}", launcher, mutates_args=()).register_fake(fake)
         overload = getattr(torch.ops.triton_gallery, name).default
+        eager = replayed(launcher) if replay else launcher
 
         @functools.wraps(launcher)
         def call(*args):
-            return overload(*args) if is_tracing() else launcher(*args)
+            return overload(*args) if is_tracing() else eager(*args)
 
         return call
 
@@ -145,6 +148,9 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
     """
     key = _fast_key(kernel, args, meta)
     handle = _handles.get(key) if key is not None else None
+    tape = getattr(_recording, "tape", None)
+    if tape is not None:
+        tape.launches.append((key, grid, args))
     if handle is not None and not (_HOOKS[0].calls or _HOOKS[1].calls):
         run, function, metadata, constants, device = handle
         if torch._C._cuda_getDevice() == device:
@@ -205,6 +211,167 @@ def _constants(kernel, n_args: int, meta: dict) -> Iterator:
     """The values of the parameters behind the first `n_args`, in the kernel's order."""
     for parameter in list(kernel.signature.parameters.values())[n_args:]:
         yield meta.get(parameter.name, parameter.default)
+
+
+# --- replays ----------------------------------------------------------------------------------------------------------
+
+_recording = threading.local()  # `tape`, a _Tape, while a call is recorded
+_MAX_REPLAYS = 4096
+
+
+class _Tape:
+    def __init__(self):
+        self.launches = []  # (key of the handle, grid, arguments)
+        self.scratch = []
+        self.tables = []
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``torch.empty`` for what kernels write and the caller may not get to see."""
+    x = torch.empty(shape, dtype=dtype, device=device)
+    if (tape := getattr(_recording, "tape", None)) is not None:
+        tape.scratch.append(x)
+    return x
+
+
+def table(x: torch.Tensor) -> torch.Tensor:
+    """x, which kernels only read and which is the same for all arguments of the same kind."""
+    if (tape := getattr(_recording, "tape", None)) is not None:
+        tape.tables.append(x)
+    return x
+
+
+def replayed(function: Callable) -> Callable:
+    """`function`, whose later calls with arguments of the same kind go to the kernels without the Python between.
+
+    On a GPU most of what a small call costs is Python: checks, strides, block sizes. All of that follows from shapes,
+    strides, dtypes and alignment of the tensors and from the values of the other arguments, so for each such list it
+    runs once. What it launched is kept, and a call like it makes new outputs and launches the same on them.
+
+    A call takes the usual way when it needs a gradient, is traced or under autocast, when a kernel met a tensor that is
+    no argument, output, `scratch` or `table`, and when an output is no dense tensor of its own. `function` must depend
+    on nothing but its arguments and the two global settings in the key.
+    """
+    replays = {}  # kind of the arguments -> a _Replay, or None where there can be none
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if INTERPRET or is_tracing() or hasattr(_recording, "tape") or torch.is_autocast_enabled("cuda"):
+            return function(*args, **kwargs)
+        key = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), *kwargs]
+        tensors = []
+        grad_enabled = torch.is_grad_enabled()
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(arg)
+            if kind in _TENSORS:
+                if not arg.is_cuda or (grad_enabled and arg.requires_grad):
+                    return function(*args, **kwargs)
+                key += arg.shape, arg.stride(), arg.dtype, arg.data_ptr() & 15, arg.get_device()
+                tensors.append(arg)
+            elif isinstance(arg, torch.Tensor):
+                return function(*args, **kwargs)
+            else:
+                key += kind, tuple(arg) if kind is list else arg
+        key = tuple(key)
+        try:
+            replay = replays[key]
+        except KeyError:
+            return _record(function, args, kwargs, tensors, replays, key)
+        except TypeError:  # an argument that cannot be part of a key
+            return function(*args, **kwargs)
+        if replay is None or torch._C._cuda_getDevice() != replay.device or _HOOKS[0].calls or _HOOKS[1].calls:
+            return function(*args, **kwargs)
+        return replay(tensors)
+
+    _replay_caches.append(replays)
+    return call
+
+
+_replay_caches: list[dict] = []
+
+
+def forget_replays() -> None:
+    """Make every `replayed` function run again; for tests that change what it depends on."""
+    for replays in _replay_caches:
+        replays.clear()
+
+
+def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, replays: dict, key: tuple):
+    """What `function` returns, and a _Replay of it under `key`, or None where there can be none."""
+    _recording.tape = tape = _Tape()
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        del _recording.tape
+    if len({x.data_ptr() for x in tensors}) == len(tensors):
+        # Otherwise nobody can tell which of two equal arguments a kernel was given; another call will be recorded.
+        if len(replays) >= _MAX_REPLAYS:
+            replays.clear()
+        replays[key] = _Replay.of(tape, tensors, result)
+    return result
+
+
+class _Replay:
+    """The allocations and launches of one call, with slots for its tensors."""
+
+    @classmethod
+    def of(cls, tape: _Tape, tensors: list[torch.Tensor], result: object) -> "_Replay | None":
+        outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+        addresses = {x.data_ptr() for x in outputs}
+        new = outputs + [x for x in tape.scratch if x.data_ptr() not in addresses]
+        pool = tensors + new + tape.tables
+        # The tape keeps all that kernels met alive, so equal addresses mean the same memory.
+        places = {x.data_ptr(): i for i, x in enumerate(pool) if x.numel() > 0}
+        distinct = len(places) == sum(x.numel() > 0 for x in pool)
+        if not tape.launches or not distinct or not all(_is_dense(x) for x in outputs):
+            return None
+        self = cls()
+        self.device = pool[0].get_device()
+        self.kind, self.n_outputs = type(result), len(outputs)
+        self.new = [(x.shape, x.stride(), x.dtype, x.device) for x in new]
+        self.tables = tape.tables
+        self.launches = []
+        for handle_key, grid, args in tape.launches:
+            handle = _handles.get(handle_key)
+            if handle is None or handle[-1] != self.device:
+                return None
+            template, slots = list(args), []
+            for i, arg in enumerate(args):
+                if (x := _tensor(arg)) is None:
+                    continue
+                place = places.get(x.data_ptr())
+                if place is None or (place >= len(tensors) and x.numel() != pool[place].numel()):
+                    return None
+                template[i] = None
+                slots.append((i, place, None if x is arg else (type(arg), {**vars(arg), "base": None})))
+            run, function, metadata, constants, _ = handle
+            self.launches.append((run, (*grid, 1, 1)[:3], function, metadata, (*template, *constants), slots))
+        return self
+
+    def __call__(self, tensors: list[torch.Tensor]):
+        new = [torch.empty_strided(size, steps, dtype=dtype, device=where) for size, steps, dtype, where in self.new]
+        pool = tensors + new + self.tables
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        for run, (x, y, z), function, metadata, template, slots in self.launches:
+            args = list(template)
+            for i, place, described in slots:
+                if described is None:
+                    args[i] = pool[place]
+                else:
+                    kind, attributes = described
+                    args[i] = made = object.__new__(kind)
+                    vars(made).update(attributes, base=pool[place])
+            run(x, y, z, stream, function, metadata, None, None, None, *args)
+        return new[0] if self.kind is torch.Tensor else self.kind(new[: self.n_outputs])
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether x's elements lie side by side, in any order."""
+    steps = [(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    return x.numel() == 0 or (0 not in steps and 1 + sum(steps) == x.numel())
+
+
+# --- descriptors ------------------------------------------------------------------------------------------------------
 
 
 # Arguments of `descriptor` without the tensor -> the attributes of a descriptor made from them.

@@ -19,6 +19,8 @@ from ._launch import (
     launch,
     next_power_of_2,
     operator,
+    replayed,
+    scratch,
 )
 
 _MAX_HEAD_DIM = 256
@@ -625,7 +627,7 @@ def _empty_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lower: int | None, upper: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     stats_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _empty_as(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=stats_dtype)
+    return _empty_as(q, v.shape[-1]), scratch(q.shape[:-1], stats_dtype, q.device)
 
 
 @operator(fake=_empty_forward)
@@ -705,7 +707,7 @@ def _attention_bwd(
     )  # fmt: skip
 
     padded_seq_q = cdiv(seq_q, _PADDING) * _PADDING
-    delta, lse_log2 = lse.new_empty(2, batch * n_heads, padded_seq_q)
+    delta, lse_log2 = (scratch((batch * n_heads, padded_seq_q), lse.dtype, lse.device) for _ in range(2))
 
     def sources(config):
         if not use_tma:
@@ -784,6 +786,7 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
+@replayed
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

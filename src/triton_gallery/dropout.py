@@ -97,7 +97,8 @@ def _empty_output(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, 
     return torch.empty_like(x)
 
 
-@operator(fake=_empty_output)
+# Not replayed: each call has a seed of its own.
+@operator(fake=_empty_output, replay=False)
 def _dropout(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: float) -> torch.Tensor:
     if p == 1:
         return torch.zeros_like(x)

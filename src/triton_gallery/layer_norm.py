@@ -16,6 +16,8 @@ from ._launch import (
     next_power_of_2,
     num_multiprocessors,
     operator,
+    replayed,
+    scratch,
 )
 
 # Rows of up to this many bytes stay in the registers of one program; the forward pass reads longer ones twice.
@@ -302,8 +304,8 @@ def _empty_outputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     n_rows = x.numel() // n_cols if n_cols else 0
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    mean = torch.empty(n_rows if subtract_mean else 0, dtype=_compute_dtype(x), device=x.device)
-    rstd = torch.empty(n_rows, dtype=_compute_dtype(x), device=x.device)
+    mean = scratch((n_rows if subtract_mean else 0,), _compute_dtype(x), x.device)
+    rstd = scratch((n_rows,), _compute_dtype(x), x.device)
     return y, mean, rstd
 
 
@@ -383,7 +385,7 @@ def _layer_norm_bwd(
     n_col_blocks = cdiv(n_cols, block_n)
     row_means = None
     if n_col_blocks > 1:
-        row_means = torch.empty((2, n_rows), dtype=rstd.dtype, device=x.device)
+        row_means = scratch((2, n_rows), rstd.dtype, x.device)
         launch(
             _layer_norm_bwd_row_means_kernel, (n_rows,),
             dy, x, weight, mean, rstd, row_means, *shapes_and_strides,
@@ -392,8 +394,8 @@ def _layer_norm_bwd(
     # As many programs as fit on the GPU at once, and no more: each of them adds a partial row.
     max_programs = programs_per_sm * num_multiprocessors(x.device)
     n_programs = min(max(1, max_programs // n_col_blocks), cdiv(n_rows, block_m))
-    dw_partial = torch.empty((n_programs, n_cols), dtype=rstd.dtype, device=x.device) if dw_dtype else None
-    db_partial = torch.empty((n_programs, n_cols), dtype=rstd.dtype, device=x.device) if db_dtype else None
+    dw_partial = scratch((n_programs, n_cols), rstd.dtype, x.device) if dw_dtype else None
+    db_partial = scratch((n_programs, n_cols), rstd.dtype, x.device) if db_dtype else None
     launch(
         _layer_norm_bwd_kernel, (n_col_blocks, n_programs),
         dy, x, weight, mean, rstd, row_means, dx, dw_partial, db_partial, *shapes_and_strides,
@@ -523,6 +525,7 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     return _layer_norm_fwd(x, weight, bias, math.prod(normalized_shape), eps, subtract_mean, out_dtype)[0]
 
 
+@replayed
 def layer_norm(
     x: torch.Tensor,
     normalized_shape: int | Sequence[int],
@@ -567,6 +570,7 @@ def layer_norm(
     return _normalize("layer_norm", x, normalized_shape, weight, bias, eps)
 
 
+@replayed
 def rms_norm(
     x: torch.Tensor,
     normalized_shape: int | Sequence[int],

@@ -17,6 +17,7 @@ from ._launch import (
     launch,
     num_multiprocessors,
     operator,
+    replayed,
 )
 
 _aten = torch.ops.aten
@@ -307,6 +308,7 @@ def _differentiable(a, b, bias, activation, precision):
     return _matmul(a, b, bias, activation, precision, False)[0]
 
 
+@replayed
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,

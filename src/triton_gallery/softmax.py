@@ -15,6 +15,7 @@ from ._launch import (
     next_power_of_2,
     num_multiprocessors,
     operator,
+    replayed,
 )
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -460,6 +461,7 @@ def _autocasts(x: torch.Tensor) -> bool:
     return device in ("cuda", "xpu") and x.dtype != torch.float64 and torch.is_autocast_enabled(device)
 
 
+@replayed
 def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     r"""Normalize along one dimension, as :func:`torch.softmax` does.
 
@@ -497,6 +499,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     return _apply("softmax", x, dim, dtype, False)
 
 
+@replayed
 def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     r"""Logarithm of :func:`softmax`, as :func:`torch.log_softmax`, without the loss of the small probabilities.
 

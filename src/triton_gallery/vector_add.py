@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import FLOATS, cdiv, check_same_device, check_tensor, collapse, index_dtype, launch, operator
+from ._launch import FLOATS, cdiv, check_same_device, check_tensor, collapse, index_dtype, launch, operator, replayed
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _BLOCK_SIZE = 1024
@@ -141,6 +141,7 @@ class _Add(torch.autograd.Function):
         return dx, dy, None
 
 
+@replayed
 def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.Tensor:
     r"""Add two tensors, the second one scaled, as :func:`torch.add` does.
 

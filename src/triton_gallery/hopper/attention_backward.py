@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import cdiv, launch
+from .._launch import cdiv, launch, scratch
 from .._launch import descriptor as launch_descriptor
 from ._gluon import (
     TensorDescriptor,
@@ -373,8 +373,8 @@ def backward(
     n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
-    stats = torch.empty((n_tiles * 2, QUERIES_PER_TILE), device=q.device, dtype=torch.float32)
-    dq_sum = torch.empty((n_tiles * QUERIES_PER_TILE, head_dim), device=q.device, dtype=torch.float32)
+    stats = scratch((n_tiles * 2, QUERIES_PER_TILE), torch.float32, q.device)
+    dq_sum = scratch((n_tiles * QUERIES_PER_TILE, head_dim), torch.float32, q.device)
     launch(
         _attention_bwd_hopper_prepare_kernel,
         (n_tiles,),

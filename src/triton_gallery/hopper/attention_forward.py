@@ -13,7 +13,7 @@ import heapq
 
 import torch
 
-from .._launch import cdiv, launch, num_multiprocessors
+from .._launch import cdiv, launch, num_multiprocessors, table
 from ._gluon import (
     async_load,
     async_store,
@@ -430,7 +430,7 @@ def forward(
     rows = block_m * n_consumers
     # Causal queries past the last key meet no diagonal: their last key tile is one that they see whole.
     diagonal_first = is_causal and cdiv(seq_q, BLOCK_N) <= cdiv(seq_kv, BLOCK_N)
-    schedule = _schedule(cdiv(seq_q, rows), batch * n_heads, rows, seq_kv, head_dim, is_causal, q.device)
+    schedule = table(_schedule(cdiv(seq_q, rows), batch * n_heads, rows, seq_kv, head_dim, is_causal, q.device))
     launch(
         _attention_fwd_hopper_kernel,
         (schedule.shape[0],),
