@@ -259,15 +259,18 @@ def replayed(function: Callable) -> Callable:
         if INTERPRET or is_tracing() or hasattr(_recording, "tape") or torch.is_autocast_enabled("cuda"):
             return function(*args, **kwargs)
         key = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), *kwargs]
-        tensors = []
+        tensors, addresses = [], []
         grad_enabled = torch.is_grad_enabled()
         for arg in (*args, *kwargs.values()) if kwargs else args:
             kind = type(arg)
             if kind in _TENSORS:
-                if not arg.is_cuda or (grad_enabled and arg.requires_grad):
+                if not arg.is_cuda or arg.layout != torch.strided or (grad_enabled and arg.requires_grad):
                     return function(*args, **kwargs)
-                key += arg.shape, arg.stride(), arg.dtype, arg.data_ptr() & 15, arg.get_device()
+                address = arg.data_ptr()
                 tensors.append(arg)
+                addresses.append(address)
+                # The last part tells x, x from x, y: whoever records sees no more than addresses.
+                key += arg.shape, arg.stride(), arg.dtype, arg.get_device(), address & 15, addresses.index(address)
             elif isinstance(arg, torch.Tensor):
                 return function(*args, **kwargs)
             else:
@@ -303,11 +306,9 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, replay
         result = function(*args, **kwargs)
     finally:
         del _recording.tape
-    if len({x.data_ptr() for x in tensors}) == len(tensors):
-        # Otherwise nobody can tell which of two equal arguments a kernel was given; another call will be recorded.
-        if len(replays) >= _MAX_REPLAYS:
-            replays.clear()
-        replays[key] = _Replay.of(tape, tensors, result)
+    if len(replays) >= _MAX_REPLAYS:
+        replays.clear()
+    replays[key] = _Replay.of(tape, tensors, result)
     return result
 
 
@@ -320,9 +321,10 @@ class _Replay:
         addresses = {x.data_ptr() for x in outputs}
         new = outputs + [x for x in tape.scratch if x.data_ptr() not in addresses]
         pool = tensors + new + tape.tables
-        # The tape keeps all that kernels met alive, so equal addresses mean the same memory.
+        # The tape keeps all that kernels met alive, so equal addresses mean the same memory. What is new must be new.
         places = {x.data_ptr(): i for i, x in enumerate(pool) if x.numel() > 0}
-        distinct = len(places) == sum(x.numel() > 0 for x in pool)
+        given = {x.data_ptr() for x in tensors if x.numel() > 0}
+        distinct = len(places) == len(given) + sum(x.numel() > 0 for x in pool[len(tensors) :])
         if not tape.launches or not distinct or not all(_is_dense(x) for x in outputs):
             return None
         self = cls()
