@@ -471,8 +471,8 @@ print(backward_report.summary())
 # :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192` of the best other one. We lose at short rows: with
 # 1024 columns the backward pass runs at :measured:`layer-norm-bwd-fp16: triton_gallery / torch at 1024` of torch's
 # rate. The GPU has finished long before the host has, in Python, allocated five tensors and launched two kernels. The
-# forward pass loses to `torch.compile` at a few lengths between 8704 and 14336, where our block, a power of two, is
-# up to half padding.
+# forward pass loses to `torch.compile` at 1024 columns, and at a few lengths between 8704 and 14336, where our block, a
+# power of two, is up to half padding.
 #
 # A large mean breaks the short formula
 # -------------------------------------
