@@ -51,12 +51,12 @@ def _copy_chunk(chunk, ptrs, mask, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _store_ends(ptrs, out, vectors, numbers, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
+def _store_ends(ptrs, out, vector_cols, numbers, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
     """Store what lies between begin and end: whole vectors at once, and the rest number by number."""
-    whole = (vectors * VECTOR >= begin) & (vectors * VECTOR + VECTOR <= end)
+    whole = (vector_cols >= begin) & (vector_cols + VECTOR <= end)
     gl.store(ptrs, out, mask=whole & (numbers >= 0))
     if not ALIGNED:
-        cols = vectors * VECTOR + numbers
+        cols = vector_cols + numbers
         gl.store(ptrs, out, mask=(cols >= begin) & (cols < end) & ~whole)
 
 
@@ -83,25 +83,28 @@ def _softmax_resident_fwd_kernel(
     BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
     BY_NUMBER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    CHUNK: gl.constexpr = CHUNK_STEPS * THREADS  # in vectors
+    CHUNK: gl.constexpr = CHUNK_STEPS * THREADS * VECTOR
     # The first chunk can have a beginning to mask, and one of the last two the end.
     LAST: gl.constexpr = N_CHUNKS - 1 if ALIGNED else N_CHUNKS - 2
     OUT: gl.constexpr = out_ptr.dtype.element_ty
     ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [N_CHUNKS, CHUNK_STEPS, THREADS, VECTOR], SHARED)
     threads = gl.arange(0, THREADS, BY_THREAD)[None, :, None]
     numbers = gl.arange(0, VECTOR, BY_NUMBER)[None, None, :]
-    vectors = gl.arange(0, CHUNK_STEPS, BY_STEP)[:, None, None] * THREADS + threads
+    # Where each vector begins, in a chunk and in a piece of the tail.
+    vector_cols = (gl.arange(0, CHUNK_STEPS, BY_STEP)[:, None, None] * THREADS + threads) * VECTOR
+    cols = vector_cols + numbers
     if TAIL_STEPS > 0:
-        tail_vectors = gl.arange(0, TAIL_STEPS, BY_STEP)[:, None, None] * THREADS + threads
+        tail_vector_cols = (gl.arange(0, TAIL_STEPS, BY_STEP)[:, None, None] * THREADS + threads) * VECTOR
+        tail_cols = tail_vector_cols + numbers
 
     row = gl.program_id(0).to(gl.int64)
     # A row is read from the vector in which it begins; its numbers are then those from `begin` to `end`.
-    begin = 0 if ALIGNED else (row * x_row_stride % VECTOR).to(gl.int32)
     x_row_ptr = x_ptr + row * x_row_stride // VECTOR * VECTOR
+    begin = 0 if ALIGNED else (row * x_row_stride % VECTOR).to(gl.int32)
     for c in gl.static_range(N_CHUNKS):
-        # A vector lies inside or not at all: a mask that says so keeps the copies 16 bytes wide.
-        mask = ((c * CHUNK + vectors) * VECTOR < begin + n_cols) & (numbers >= 0)
-        _copy_chunk(ring.index(c), x_row_ptr + (c * CHUNK + vectors) * VECTOR + numbers, mask, c >= LAST)
+        # A vector has a part in the row or none: a mask that says so keeps the copies 16 bytes wide.
+        mask = (vector_cols < begin + n_cols - c * CHUNK) & (numbers >= 0)
+        _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, mask, c >= LAST)
     while row < n_rows:
         end = begin + n_cols
         # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
@@ -109,47 +112,46 @@ def _softmax_resident_fwd_kernel(
         s = gl.zeros([THREADS], gl.float32, BY_THREAD)
         if TAIL_STEPS > 0:
             # While the chunks are on their way.
-            for first in range(N_CHUNKS * CHUNK, gl.cdiv(end, VECTOR), TAIL_STEPS * THREADS):
-                tail_mask = ((first + tail_vectors) * VECTOR < end) & (numbers >= 0)
-                tail_ptrs = x_row_ptr + (first + tail_vectors) * VECTOR + numbers
+            for first in range(N_CHUNKS * CHUNK, end, TAIL_STEPS * THREADS * VECTOR):
+                tail_mask = (tail_vector_cols < end - first) & (numbers >= 0)
+                tail_ptrs = x_row_ptr + first // VECTOR * VECTOR + tail_cols
                 tail = gl.load(tail_ptrs, mask=tail_mask, other=-float("inf"), eviction_policy="evict_last")
                 if not ALIGNED:
-                    tail = gl.where((first + tail_vectors) * VECTOR + numbers < end, tail, -float("inf"))
+                    tail = gl.where(tail_cols < end - first, tail, -float("inf"))
                 m, s = _update(_widen(tail, OUT), m, s)
         for c in gl.static_range(N_CHUNKS):
             async_copy.wait_group(N_CHUNKS - 1 - c)
             x = _widen(ring.index(c).load(LAYOUT), OUT)
             if c >= LAST or (c == 0 and not ALIGNED):
-                cols = (c * CHUNK + vectors) * VECTOR + numbers
-                x = gl.where((cols >= begin) & (cols < end), x, -float("inf"))
+                x = gl.where((cols >= begin - c * CHUNK) & (cols < end - c * CHUNK), x, -float("inf"))
             m, s = _update(x, m, s)
         row_max = gl.max(m, 0)
         log2_sum = gl.log2(gl.sum(s * gl.exp(m - row_max), 0))
 
         out_row_ptr = out_ptr + row * n_cols // VECTOR * VECTOR
-        tail_row_ptr = x_row_ptr
+        this_row_ptr = x_row_ptr
         # After the last row the copies bring it again, and nobody reads them.
         row += gl.num_programs(0)
         next_row = gl.minimum(row, n_rows - 1)
-        next_begin = 0 if ALIGNED else (next_row * x_row_stride % VECTOR).to(gl.int32)
         x_row_ptr = x_ptr + next_row * x_row_stride // VECTOR * VECTOR
+        next_begin = 0 if ALIGNED else (next_row * x_row_stride % VECTOR).to(gl.int32)
         for c in gl.static_range(N_CHUNKS):
-            out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, log2_sum, IS_LOG)
-            out_ptrs = out_row_ptr + (c * CHUNK + vectors) * VECTOR + numbers
+            out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, log2_sum, IS_LOG).to(OUT)
+            out_ptrs = out_row_ptr + c * CHUNK + cols
             if c >= LAST or (c == 0 and not ALIGNED):
-                _store_ends(out_ptrs, out.to(OUT), c * CHUNK + vectors, numbers, begin, end, VECTOR, ALIGNED)
+                _store_ends(out_ptrs, out, vector_cols, numbers, begin - c * CHUNK, end - c * CHUNK, VECTOR, ALIGNED)
             else:
-                gl.store(out_ptrs, out.to(OUT))
-            mask = ((c * CHUNK + vectors) * VECTOR < next_begin + n_cols) & (numbers >= 0)
-            _copy_chunk(ring.index(c), x_row_ptr + (c * CHUNK + vectors) * VECTOR + numbers, mask, c >= LAST)
+                gl.store(out_ptrs, out)
+            mask = (vector_cols < next_begin + n_cols - c * CHUNK) & (numbers >= 0)
+            _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, mask, c >= LAST)
         if TAIL_STEPS > 0:
-            for first in range(N_CHUNKS * CHUNK, gl.cdiv(end, VECTOR), TAIL_STEPS * THREADS):
-                tail_mask = ((first + tail_vectors) * VECTOR < end) & (numbers >= 0)
-                tail_ptrs = tail_row_ptr + (first + tail_vectors) * VECTOR + numbers
+            for first in range(N_CHUNKS * CHUNK, end, TAIL_STEPS * THREADS * VECTOR):
+                tail_mask = (tail_vector_cols < end - first) & (numbers >= 0)
+                tail_ptrs = this_row_ptr + first // VECTOR * VECTOR + tail_cols
                 tail = gl.load(tail_ptrs, mask=tail_mask, other=-float("inf"), eviction_policy="evict_first")
-                tail_out = _result(_widen(tail, OUT), row_max, log2_sum, IS_LOG)
-                tail_out_ptrs = out_row_ptr + (first + tail_vectors) * VECTOR + numbers
-                _store_ends(tail_out_ptrs, tail_out.to(OUT), first + tail_vectors, numbers, begin, end, VECTOR, ALIGNED)
+                tail_out = _result(_widen(tail, OUT), row_max, log2_sum, IS_LOG).to(OUT)
+                tail_out_ptrs = out_row_ptr + first // VECTOR * VECTOR + tail_cols
+                _store_ends(tail_out_ptrs, tail_out, tail_vector_cols, numbers, 0, end - first, VECTOR, ALIGNED)
         begin = next_begin
     async_copy.wait_group(0)
 
@@ -172,8 +174,10 @@ def supports(x: torch.Tensor, n_cols: int, row_stride: int) -> bool:
 
 def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, is_log: bool) -> None:
     """Write the softmax of rows that `supports` accepts, or its logarithm, to out."""
-    row_bytes = n_cols * x.element_size()
     vector = 16 // x.element_size()
+    aligned = n_cols % vector == 0
+    # An unaligned row can begin at the end of a vector.
+    row_bytes = (n_cols if aligned else n_cols + vector - 1) * x.element_size()
     tail_steps = 0
     # Chunks of 4 KiB; of 8 KiB where there would be many.
     if row_bytes <= 32 * 1024:
@@ -183,11 +187,8 @@ def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_st
     else:
         num_warps, chunk_steps, tail_steps = 16, 1, 4
     chunk_bytes = num_warps * 32 * 16 * chunk_steps
-    aligned = n_cols % vector == 0
-    # An unaligned row can reach into one vector more.
-    n_chunks = cdiv(min(row_bytes + (0 if aligned else 14), _SHARED_BYTES), chunk_bytes)
-    held_bytes = n_chunks * chunk_bytes
-    programs = num_multiprocessors(x.device) * min(_MAX_PROGRAMS, _SHARED_BYTES // held_bytes)
+    n_chunks = cdiv(min(row_bytes, _SHARED_BYTES), chunk_bytes)
+    programs = num_multiprocessors(x.device) * min(_MAX_PROGRAMS, _SHARED_BYTES // (n_chunks * chunk_bytes))
     launch(
         _softmax_resident_fwd_kernel,
         (min(n_rows, programs),),
