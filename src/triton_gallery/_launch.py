@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch.autograd import forward_ad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -42,6 +43,8 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
             f"{op}: {name} must be on a GPU, got device cpu; move it there, or set TRITON_INTERPRET=1 before importing "
             "triton to run on CPU tensors in the interpreter"
         )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(f"{op}: forward-mode differentiation is not supported; use reverse mode (backward)")
     if x.device.type == "meta" and _compiled is None and not is_tracing():
         raise ValueError(f"{op}: {name} must hold data, got a meta tensor")
 
@@ -58,17 +61,29 @@ def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is at work, whose tensors have no memory of their own."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def is_tracing() -> bool:
-    """Whether torch.compile or another tracer, not the device, will get what is called now."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether torch.compile, another tracer or a transform, not the device, will get what is called now."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
 
 
-def operator(fake: Callable, replay: bool = True) -> Callable:
+def needs_autograd(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd has to record a function of these tensors. In a transform the registered operators see to it."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors) and not is_transformed()
+
+
+def operator(fake: Callable, replay: bool = True, vmap: Callable | None = None) -> Callable:
     """Register a launcher as ``torch.ops.triton_gallery.<name>`` without a cost for eager calls.
 
     Args:
         fake: takes the launcher's arguments and returns empty outputs of the right shape, dtype and strides.
         replay: whether the launcher is also `replayed`.
+        vmap: the rule for a batch of calls, like the static method `vmap` of :class:`torch.autograd.Function`; without
+            one they are made one after another.
 
     ``torch.compile`` and other tracers see one opaque operator; an eager call goes straight to the launcher, because
     the dispatcher would cost more host time than the launch. The launcher's annotations give the operator's schema.
@@ -82,11 +97,78 @@ def operator(fake: Callable, replay: bool = True) -> Callable:
 
         @functools.wraps(launcher)
         def call(*args):
+            if is_transformed():
+                return call.transformed.apply(*args)
             return overload(*args) if is_tracing() else eager(*args)
 
+        call.transformed = _transformed(call, vmap or functools.partial(one_by_one, call))
         return call
 
     return decorate
+
+
+def _transformed(op: Callable, rule: Callable) -> type:
+    """The operator for the transforms of ``torch.func``.
+
+    They want a class of this form, which costs every call 15 µs; so eager calls use others.
+    """
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*args):
+            result = op(*args)
+            return tuple(result) if isinstance(result, list) else result
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise NotImplementedError(f"triton_gallery.{op.__name__.removeprefix('_')} has no derivative")
+
+        @staticmethod
+        def vmap(info, in_dims, *args):
+            outputs, out_dims = rule(info, in_dims, *args)
+            return (tuple(outputs), (0,) * len(outputs)) if isinstance(outputs, (tuple, list)) else (outputs, out_dims)
+
+    return Transformed
+
+
+def differentiable(op: Callable, function: type) -> None:
+    """Let the transforms of ``torch.func`` differentiate `op` as `function`, by its methods `setup` and `backward`."""
+    op.transformed.setup_context = staticmethod(function.setup)
+    op.transformed.backward = staticmethod(function.backward)
+
+
+def one_by_one(op: Callable, info, in_dims: tuple, *args) -> tuple:
+    """The rule of vmap that always works: a call for each member of the batch."""
+    results = []
+    for i in range(info.batch_size):
+        results.append(op(*(arg if d is None else arg.select(d, i) for arg, d in zip(args, in_dims, strict=True))))
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results), 0
+    return tuple(map(torch.stack, zip(*results, strict=True))), None
+
+
+def batch_first(x: torch.Tensor | None, dim: int | None, batch_size: int) -> torch.Tensor | None:
+    """x with the dimension `dim` of a vmap in front; expanded there when x is the same for the whole batch."""
+    if x is None:
+        return None
+    return x.expand(batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def aligned_batches(tensors: tuple[torch.Tensor, ...], in_dims: tuple) -> list[torch.Tensor]:
+    """Each tensor with its batch dimension in front, and behind it so many dimensions that they broadcast as before."""
+    ndim = max(x.ndim - (d is not None) for x, d in zip(tensors, in_dims, strict=True))
+
+    def align(x, d):
+        if d is None:
+            return x
+        x = x.movedim(d, 0)
+        return x.reshape(x.shape[0], *(1,) * (ndim + 1 - x.ndim), *x.shape[1:])
+
+    return [align(x, d) for x, d in zip(tensors, in_dims, strict=True)]
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -257,6 +339,8 @@ def replayed(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args, **kwargs):
         if INTERPRET or is_tracing() or hasattr(_recording, "tape") or torch.is_autocast_enabled("cuda"):
+            return function(*args, **kwargs)
+        if forward_ad._current_level >= 0:
             return function(*args, **kwargs)
         key = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), *kwargs]
         tensors, addresses = [], []

@@ -9,14 +9,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper
 from ._launch import (
+    batch_first,
     cdiv,
     check_same_device,
     check_tensor,
     cuda_arch,
     descriptor,
+    differentiable,
     is_amd,
     is_hopper,
+    is_transformed,
     launch,
+    needs_autograd,
     next_power_of_2,
     operator,
     replayed,
@@ -630,7 +634,14 @@ def _empty_forward(
     return _empty_as(q, v.shape[-1]), scratch(q.shape[:-1], stats_dtype, q.device)
 
 
-@operator(fake=_empty_forward)
+def _vmap(op, n_tensors, info, in_dims, *args):
+    """The batch of a vmap and the tensors' own become one."""
+    tensors = [batch_first(x, d, info.batch_size) for x, d in zip(args[:n_tensors], in_dims, strict=False)]
+    outputs = op(*(None if x is None else x.flatten(0, 1) for x in tensors), *args[n_tensors:])
+    return tuple(x.unflatten(0, tensors[0].shape[:2]) for x in outputs), 0
+
+
+@operator(fake=_empty_forward, vmap=lambda *args: _vmap(_attention_fwd, 3, *args))
 def _attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lower: int | None, upper: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -674,12 +685,14 @@ def _empty_backward(
     return _empty_as(q, q.shape[-1]), _empty_as(k, k.shape[-1]), _empty_as(v, v.shape[-1])
 
 
-@operator(fake=_empty_backward)
+@operator(fake=_empty_backward, vmap=lambda *args: _vmap(_attention_bwd, 7, *args))
 def _attention_bwd(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, scale: float, lower: int | None, upper: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dq, dk, dv = _empty_backward(dout, dlse, q, k, v, out, lse, scale, lower, upper)
+    # A vmap may bring it expanded.
+    lse = lse.contiguous()
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     if (
@@ -755,11 +768,15 @@ def _attention_bwd(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale, lower, upper):
-        out, lse = _attention_fwd(q, k, v, scale, lower, upper)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.constants = scale, lower, upper
+        outputs = _attention_fwd(q, k, v, scale, lower, upper)
+        _Attention.setup(ctx, (q, k, v, scale, lower, upper), outputs)
+        return outputs
+
+    @staticmethod
+    def setup(ctx, inputs, outputs):
+        q, k, v, *ctx.constants = inputs
+        ctx.save_for_backward(q, k, v, *outputs)
         ctx.set_materialize_grads(False)
-        return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -767,7 +784,11 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        return *_AttentionBackward.apply(dout, dlse, q, k, v, out, lse, *ctx.constants), None, None, None
+        backward = _attention_bwd if is_transformed() else _AttentionBackward.apply
+        return *backward(dout, dlse, q, k, v, out, lse, *ctx.constants), None, None, None
+
+
+differentiable(_attention_fwd, _Attention)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -873,7 +894,7 @@ def attention(
     if scale <= 0:
         # The kernels take the largest score before they scale it, which only a positive factor allows.
         q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if needs_autograd(q, k, v):
         out, lse = _Attention.apply(q, k, v, scale, lower, upper)
     else:
         out, lse = _attention_fwd(q, k, v, scale, lower, upper)

@@ -6,7 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import cdiv, check_same_device, check_tensor, collapse, index_dtype, is_tracing, launch, operator
+from ._launch import (
+    cdiv,
+    check_same_device,
+    check_tensor,
+    collapse,
+    differentiable,
+    index_dtype,
+    is_tracing,
+    launch,
+    needs_autograd,
+    operator,
+)
 
 _SEED_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _BLOCK_SIZE = 1024
@@ -135,9 +146,13 @@ def _dropout(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: fl
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, seed, seed_tensor, p):
-        ctx.save_for_backward(seed_tensor)
-        ctx.seed, ctx.p = seed, p
+        _Dropout.setup(ctx, (x, seed, seed_tensor, p), None)
         return _dropout(x, seed, seed_tensor, p)
+
+    @staticmethod
+    def setup(ctx, inputs, out):
+        _, ctx.seed, seed_tensor, ctx.p = inputs
+        ctx.save_for_backward(seed_tensor)
 
     @staticmethod
     def backward(ctx, dout):
@@ -146,8 +161,11 @@ class _Dropout(torch.autograd.Function):
         return _apply(dout, ctx.seed, seed_tensor, ctx.p), None, None, None
 
 
+differentiable(_dropout, _Dropout)
+
+
 def _apply(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: float) -> torch.Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
+    if needs_autograd(x):
         return _Dropout.apply(x, seed, seed_tensor, p)
     return _dropout(x, seed, seed_tensor, p)
 

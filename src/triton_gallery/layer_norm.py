@@ -12,9 +12,13 @@ from ._launch import (
     cdiv,
     check_same_device,
     check_tensor,
+    differentiable,
+    is_transformed,
     launch,
+    needs_autograd,
     next_power_of_2,
     num_multiprocessors,
+    one_by_one,
     operator,
     replayed,
     scratch,
@@ -309,7 +313,14 @@ def _empty_outputs(
     return y, mean, rstd
 
 
-@operator(fake=_empty_outputs)
+def _vmap_fwd(info, in_dims, x, weight, bias, *options):
+    if any(d is not None for d in in_dims[1:3]):
+        return one_by_one(_layer_norm_fwd, info, in_dims, x, weight, bias, *options)
+    y, *stats = _layer_norm_fwd(x.movedim(in_dims[0], 0), weight, bias, *options)
+    return (y, *(t.reshape(info.batch_size, t.numel() // info.batch_size) for t in stats)), 0
+
+
+@operator(fake=_empty_outputs, vmap=_vmap_fwd)
 def _layer_norm_fwd(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -378,7 +389,8 @@ def _layer_norm_bwd(
         return dx, dw.zero_(), db.zero_()
     x, dy = _rows(x, n_cols), _rows(dy, n_cols, col_strides=(0, 1))
     weight = None if weight is None else weight.contiguous()
-    mean = mean if mean.numel() else None
+    # A vmap may bring them expanded.
+    mean, rstd = mean.contiguous() if mean.numel() else None, rstd.contiguous()
     shapes_and_strides = (n_rows, n_cols, dy.stride(0), dy.stride(1), x.stride(0))
 
     block_m, block_n, num_warps, programs_per_sm = _bwd_blocks(x, n_cols)
@@ -415,30 +427,37 @@ def _layer_norm_bwd(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, normalized_shape, eps, subtract_mean, out_dtype):
-        n_cols = math.prod(normalized_shape)
-        y, mean, rstd = _layer_norm_fwd(x, weight, bias, n_cols, eps, subtract_mean, out_dtype)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.normalized_shape, ctx.eps = normalized_shape, eps
-        ctx.dw_dtype = weight.dtype if ctx.needs_input_grad[1] else None
-        ctx.db_dtype = bias.dtype if ctx.needs_input_grad[2] else None
-        return y
+    def forward(ctx, *inputs):
+        outputs = _layer_norm_fwd(*inputs)
+        _LayerNorm.setup(ctx, inputs, outputs)
+        return outputs[0]
 
     @staticmethod
-    def backward(ctx, dy):
+    def setup(ctx, inputs, outputs):
+        x, weight, bias, ctx.n_cols, ctx.eps, _, _ = inputs
+        _, mean, rstd = outputs
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.weight_shape, ctx.bias_shape = (None if t is None else t.shape for t in (weight, bias))
+        ctx.dw_dtype = weight.dtype if ctx.needs_input_grad[1] else None
+        ctx.db_dtype = bias.dtype if ctx.needs_input_grad[2] else None
+
+    @staticmethod
+    def backward(ctx, dy, *_):
         x, weight, mean, rstd = ctx.saved_tensors
-        n_cols = math.prod(ctx.normalized_shape)
-        if torch.is_grad_enabled():
-            grads = _LayerNormBackward.apply(dy, x, weight, mean, rstd, n_cols, ctx.dw_dtype, ctx.db_dtype, ctx.eps)
+        if torch.is_grad_enabled() and not is_transformed():
+            grads = _LayerNormBackward.apply(dy, x, weight, mean, rstd, ctx.n_cols, ctx.dw_dtype, ctx.db_dtype, ctx.eps)
         else:
-            grads = _layer_norm_bwd(dy, x, weight, mean, rstd, n_cols, ctx.dw_dtype, ctx.db_dtype)
+            grads = _layer_norm_bwd(dy, x, weight, mean, rstd, ctx.n_cols, ctx.dw_dtype, ctx.db_dtype)
         dx, dw, db = grads
         return (
             dx if ctx.needs_input_grad[0] else None,
-            dw.view(ctx.normalized_shape) if ctx.dw_dtype else None,
-            db.view(ctx.normalized_shape) if ctx.db_dtype else None,
+            dw.view(ctx.weight_shape) if ctx.dw_dtype else None,
+            db.view(ctx.bias_shape) if ctx.db_dtype else None,
             None, None, None, None,
         )  # fmt: skip
+
+
+differentiable(_layer_norm_fwd, _LayerNorm)
 
 
 class _LayerNormBackward(torch.autograd.Function):
@@ -520,9 +539,8 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     if eps != eps:
         raise ValueError(f"{op}: eps must be a number, got {eps}")
     subtract_mean = op == "layer_norm"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        return _LayerNorm.apply(x, weight, bias, normalized_shape, eps, subtract_mean, out_dtype)
-    return _layer_norm_fwd(x, weight, bias, math.prod(normalized_shape), eps, subtract_mean, out_dtype)[0]
+    arguments = x, weight, bias, math.prod(normalized_shape), eps, subtract_mean, out_dtype
+    return _LayerNorm.apply(*arguments) if needs_autograd(x, weight, bias) else _layer_norm_fwd(*arguments)[0]
 
 
 @replayed

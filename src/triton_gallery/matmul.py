@@ -7,15 +7,20 @@ import triton.language as tl
 from . import hopper
 from ._launch import (
     FLOATS,
+    aligned_batches,
     cdiv,
     check_same_device,
     check_tensor,
     collapse,
     cuda_arch,
+    differentiable,
     is_amd,
     is_hopper,
+    is_transformed,
     launch,
+    needs_autograd,
     num_multiprocessors,
+    one_by_one,
     operator,
     replayed,
 )
@@ -202,7 +207,13 @@ def _empty_outputs(
     return [torch.empty(shape, dtype=_result_dtype(a.dtype), device=a.device) for _ in range(1 + save_pre)]
 
 
-@operator(fake=_empty_outputs)
+def _vmap(info, in_dims, a, b, bias, *options):
+    if in_dims[2] is not None:
+        return one_by_one(_matmul, info, in_dims, a, b, bias, *options)
+    return _matmul(*aligned_batches((a, b), in_dims[:2]), bias, *options), 0
+
+
+@operator(fake=_empty_outputs, vmap=_vmap)
 def _matmul(
     a: torch.Tensor,  # (..., M, K)
     b: torch.Tensor,  # (..., K, N)
@@ -276,17 +287,21 @@ _SAVES_PRE = ("gelu", "silu")
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, bias, activation, precision):
-        ctx.set_materialize_grads(False)
-        ctx.activation, ctx.precision, ctx.bias_shape = activation, precision, None if bias is None else bias.shape
-        outputs = _matmul(a, b, bias, activation, precision, activation in _SAVES_PRE)
-        # The values before the activation are an output as well: a second derivative flows through them.
-        out, pre = outputs if len(outputs) == 2 else (outputs[0], None)
-        ctx.save_for_backward(a, b, None if activation is None else out if pre is None else pre)
-        return out, pre
+    def forward(ctx, *inputs):
+        # The values before the activation are an output where they are saved: a second derivative flows through them.
+        outputs = _matmul(*inputs)
+        _Matmul.setup(ctx, inputs, outputs)
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, dout, dpre):
+    def setup(ctx, inputs, outputs):
+        a, b, bias, ctx.activation, ctx.precision, _ = inputs
+        ctx.set_materialize_grads(False)
+        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.save_for_backward(a, b, None if ctx.activation is None else outputs[-1])
+
+    @staticmethod
+    def backward(ctx, dout, dpre=None):
         a, b, saved = ctx.saved_tensors
         if dout is not None:
             through = dout if ctx.activation is None else _ACTIVATION_BACKWARD[ctx.activation](dout, saved)
@@ -299,13 +314,16 @@ class _Matmul(torch.autograd.Function):
                 db = _differentiable(a.mT, dpre, None, None, ctx.precision).sum_to_size(b.shape)
             if ctx.needs_input_grad[2]:
                 dbias = dpre.sum_to_size(ctx.bias_shape)
-        return da, db, dbias, None, None
+        return da, db, dbias, None, None, None
+
+
+differentiable(_matmul, _Matmul)
 
 
 def _differentiable(a, b, bias, activation, precision):
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
-        return _Matmul.apply(a, b, bias, activation, precision)[0]
-    return _matmul(a, b, bias, activation, precision, False)[0]
+    differentiated = needs_autograd(a, b, bias)
+    save_pre = activation in _SAVES_PRE and (differentiated or is_transformed())
+    return (_Matmul.apply if differentiated else _matmul)(a, b, bias, activation, precision, save_pre)[0]
 
 
 @replayed

@@ -7,11 +7,14 @@ import triton.language as tl
 from . import hopper
 from ._launch import (
     FLOATS,
+    batch_first,
     cdiv,
     check_tensor,
     collapse,
+    differentiable,
     is_hopper,
     launch,
+    needs_autograd,
     next_power_of_2,
     num_multiprocessors,
     operator,
@@ -364,7 +367,11 @@ def _empty_output(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-@operator(fake=_empty_output)
+def _vmap_fwd(info, in_dims, x, dim, *options):
+    return _softmax_fwd(batch_first(x, in_dims[0], info.batch_size), dim + 1, *options), 0
+
+
+@operator(fake=_empty_output, vmap=_vmap_fwd)
 def _softmax_fwd(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
     out = _empty_output(x, dim, dtype, is_log)
     if out.numel() > 0:
@@ -377,7 +384,12 @@ def _empty_gradient(y: torch.Tensor, dy: torch.Tensor, dim: int, dtype: torch.dt
     return torch.empty(y.shape, dtype=dtype, device=y.device)
 
 
-@operator(fake=_empty_gradient)
+def _vmap_bwd(info, in_dims, y, dy, dim, *options):
+    y, dy = (batch_first(t, d, info.batch_size) for t, d in zip((y, dy), in_dims, strict=False))
+    return _softmax_bwd(y, dy, dim + 1, *options), 0
+
+
+@operator(fake=_empty_gradient, vmap=_vmap_bwd)
 def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
     dx = _empty_gradient(y, dy, dim, dtype, is_log)
     if dx.numel() > 0:
@@ -393,14 +405,19 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, dtype, is_log):
         y = _softmax_fwd(x, dim, dtype, is_log)
-        ctx.save_for_backward(y)
-        ctx.dim, ctx.x_dtype, ctx.is_log = dim, x.dtype, is_log
+        _Softmax.setup(ctx, (x, dim, dtype, is_log), y)
         return y
+
+    @staticmethod
+    def setup(ctx, inputs, y):
+        x, ctx.dim, _, ctx.is_log = inputs
+        ctx.save_for_backward(y)
+        ctx.x_dtype = x.dtype
 
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        if torch.is_grad_enabled() and (y.requires_grad or dy.requires_grad):
+        if needs_autograd(y, dy):
             return _SoftmaxGrad.apply(y, dy, ctx.dim, ctx.x_dtype, ctx.is_log), None, None, None
         return _softmax_bwd(y, dy, ctx.dim, ctx.x_dtype, ctx.is_log), None, None, None
 
@@ -410,9 +427,13 @@ class _SoftmaxGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, dy, dim, x_dtype, is_log):
-        ctx.save_for_backward(y, dy)
-        ctx.dim, ctx.is_log = dim, is_log
+        _SoftmaxGrad.setup(ctx, (y, dy, dim, x_dtype, is_log), None)
         return _softmax_bwd(y, dy, dim, x_dtype, is_log)
+
+    @staticmethod
+    def setup(ctx, inputs, dx):
+        y, dy, ctx.dim, _, ctx.is_log = inputs
+        ctx.save_for_backward(y, dy)
 
     @staticmethod
     def backward(ctx, ddx):
@@ -429,6 +450,10 @@ class _SoftmaxGrad(torch.autograd.Function):
         else:
             for_y, for_dy = h * (g - row_sum(g * p)) - g * row_sum(h * p), p * (h - row_sum(h * p))
         return for_y.to(y.dtype), for_dy.to(dy.dtype), None, None, None
+
+
+differentiable(_softmax_fwd, _Softmax)
+differentiable(_softmax_bwd, _SoftmaxGrad)
 
 
 # --- public functions -------------------------------------------------------------------------------------------------
@@ -450,7 +475,7 @@ def _apply(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log
         dtype = torch.float32 if _autocasts(x) else x.dtype
     if x.dtype not in FLOATS:
         x = x.to(dtype)
-    if torch.is_grad_enabled() and x.requires_grad:
+    if needs_autograd(x):
         return _Softmax.apply(x, dim, dtype, is_log)
     return _softmax_fwd(x, dim, dtype, is_log)
 

@@ -4,7 +4,20 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import FLOATS, cdiv, check_same_device, check_tensor, collapse, index_dtype, launch, operator, replayed
+from ._launch import (
+    FLOATS,
+    aligned_batches,
+    cdiv,
+    check_same_device,
+    check_tensor,
+    collapse,
+    differentiable,
+    index_dtype,
+    launch,
+    needs_autograd,
+    operator,
+    replayed,
+)
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _BLOCK_SIZE = 1024
@@ -81,7 +94,11 @@ def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
-@operator(fake=_empty_output)
+def _vmap(info, in_dims, x, y, alpha):
+    return _add(*aligned_batches((x, y), in_dims[:2]), alpha), 0
+
+
+@operator(fake=_empty_output, vmap=_vmap)
 def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
     out = _empty_output(x, y, alpha)
     n_elements = out.numel()
@@ -130,8 +147,13 @@ def _compute_dtype(dtype: torch.dtype) -> tl.dtype:
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, alpha):
-        ctx.x_meta, ctx.y_meta, ctx.alpha = (x.shape, x.dtype), (y.shape, y.dtype), alpha
+        _Add.setup(ctx, (x, y, alpha), None)
         return _add(x, y, alpha)
+
+    @staticmethod
+    def setup(ctx, inputs, out):
+        x, y, ctx.alpha = inputs
+        ctx.x_meta, ctx.y_meta = (x.shape, x.dtype), (y.shape, y.dtype)
 
     @staticmethod
     def backward(ctx, dout):
@@ -139,6 +161,9 @@ class _Add(torch.autograd.Function):
         dx = dout.sum_to_size(x_shape).to(x_dtype) if ctx.needs_input_grad[0] else None
         dy = (dout * ctx.alpha).sum_to_size(y_shape).to(y_dtype) if ctx.needs_input_grad[1] else None
         return dx, dy, None
+
+
+differentiable(_add, _Add)
 
 
 @replayed
@@ -182,6 +207,6 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         raise TypeError(f"add: alpha must be a Python number, got {type(alpha).__name__}")
     if isinstance(alpha, int) and not -(2**63) <= alpha < 2**63:
         raise ValueError(f"add: alpha must be in [-2**63, 2**63) when it is an int, got {alpha}")
-    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
+    if needs_autograd(x, y):
         return _Add.apply(x, y, alpha)
     return _add(x, y, alpha)
