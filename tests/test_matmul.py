@@ -509,6 +509,26 @@ def test_matmul_opcheck():
     torch.library.opcheck(operator, (a[:0], b[:0], None, None, None, False))
 
 
+@pytest.mark.parametrize("a_dtype", named([torch.float32, torch.float16]))
+@pytest.mark.parametrize("b_dtype", named([torch.float32, torch.float16]))
+def test_autocast_gives_torchs_dtype(a_dtype, b_dtype):
+    a, b, bias = random(9, 9, dtype=a_dtype).requires_grad_(), random(9, 9, dtype=b_dtype).requires_grad_(), random(9)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        out, expected = tg.matmul(a, b, bias=bias), torch.nn.functional.linear(a, b.mT, bias)
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    out.sum().backward()
+    assert a.grad.dtype == a_dtype and b.grad.dtype == b_dtype
+
+
+def test_autocast_leaves_float64_alone():
+    a, b = random(3, 4, dtype=torch.float64), random(4, 5, dtype=torch.float64)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        torch.testing.assert_close(tg.matmul(a, b), a @ b)
+        with pytest.raises(TypeError, match=r"b must have a's dtype, bfloat16, got float64"):
+            tg.matmul(a.float(), b)
+
+
 @pytest.mark.gpu
 def test_matmul_runs_in_a_cuda_graph_and_on_another_stream():
     a, b = random(256, 512, dtype=torch.float16), random(512, 256, dtype=torch.float16)

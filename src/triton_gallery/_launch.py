@@ -36,6 +36,8 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         got = str(x.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: {name} must have one of the dtypes {allowed}, got {got}")
+    if x.is_nested:
+        raise TypeError(f"{op}: {name} must not be a nested tensor; call .to_padded_tensor() or .unbind() first")
     if x.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}; call .to_dense() first")
     if x.device.type == "cpu" and not INTERPRET:
@@ -71,9 +73,36 @@ def is_tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
 
 
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether x's memory holds its elements, as no view with a pending sign and no wrapper's does."""
+    return type(x) in _TENSORS and not x.is_neg() and not x._is_zerotensor()
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
 def needs_autograd(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd has to record a function of these tensors. In a transform the registered operators see to it."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors) and not is_transformed()
+
+
+def apply(function: type[torch.autograd.Function], *args):
+    """``function.apply(*args)``, also under torch.compile when a tensor stands twice among the arguments."""
+    if torch.compiler.is_compiling():
+        args = [
+            arg.view_as(arg) if isinstance(arg, torch.Tensor) and any(arg is x for x in args[:i]) else arg
+            for i, arg in enumerate(args)
+        ]
+    return function.apply(*args)
+
+
+def autocast(*tensors: torch.Tensor | None) -> Iterable[torch.Tensor | None]:
+    """The tensors as :class:`torch.autocast` casts those of a matrix product; None, float64 and float8 stay."""
+    device = next(x.device.type for x in tensors if x is not None)
+    if device not in ("cpu", "cuda", "xpu") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x is not None and x.dtype in FLOATS[:3] else x for x in tensors]
 
 
 def operator(fake: Callable, replay: bool = True, vmap: Callable | None = None) -> Callable:
@@ -85,8 +114,9 @@ def operator(fake: Callable, replay: bool = True, vmap: Callable | None = None) 
         vmap: the rule for a batch of calls, like the static method `vmap` of :class:`torch.autograd.Function`; without
             one they are made one after another.
 
-    ``torch.compile`` and other tracers see one opaque operator; an eager call goes straight to the launcher, because
-    the dispatcher would cost more host time than the launch. The launcher's annotations give the operator's schema.
+    ``torch.compile`` and other tracers see one opaque operator, and torch resolves what is no plain tensor; an eager
+    call goes straight to the launcher, because the dispatcher would cost more host time than the launch. The launcher's
+    annotations give the operator's schema.
     """
 
     def decorate(launcher: Callable) -> Callable:
@@ -99,7 +129,9 @@ def operator(fake: Callable, replay: bool = True, vmap: Callable | None = None) 
         def call(*args):
             if is_transformed():
                 return call.transformed.apply(*args)
-            return overload(*args) if is_tracing() else eager(*args)
+            if is_tracing() or not all(_is_plain(arg) for arg in args if isinstance(arg, torch.Tensor)):
+                return overload(*args)
+            return eager(*args)
 
         call.transformed = _transformed(call, vmap or functools.partial(one_by_one, call))
         return call
@@ -188,6 +220,23 @@ def collapse(shape: Iterable[int], *strides: Iterable[int]) -> tuple[tuple[int, 
                 m.append(step)
     # One element has no dimension left; a kernel's tuple of sizes needs one.
     return tuple(sizes or [1]), [tuple(m or [1]) for m in merged]
+
+
+def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape that two shapes broadcast to, or None where they do not.
+
+    torch.broadcast_shapes takes the host as long as the GPU needs to add two small tensors, and makes torch.export
+    take a size that varies for a constant.
+    """
+    if len(first) < len(second):
+        first, second = second, first
+    shape = list(first)
+    for d in range(-len(second), 0):
+        if shape[d] == 1:
+            shape[d] = second[d]
+        elif second[d] != 1 and second[d] != shape[d]:
+            return None
+    return tuple(shape)
 
 
 def index_dtype(n_elements: int) -> tl.dtype:
@@ -280,9 +329,6 @@ def _fast_key(kernel, args: tuple, meta: dict) -> tuple | None:
     return tuple(parts)
 
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
 def _int_kind(value: int) -> int:
     """Triton compiles a kernel of its own for the number 1, for multiples of 16, and for what needs 64 bits."""
     kind = 1 if value == 1 else 2 if value & 15 == 0 else 3
@@ -349,6 +395,8 @@ def replayed(function: Callable) -> Callable:
             kind = type(arg)
             if kind in _TENSORS:
                 if not arg.is_cuda or arg.layout != torch.strided or (grad_enabled and arg.requires_grad):
+                    return function(*args, **kwargs)
+                if arg.is_neg() or arg._is_zerotensor():
                     return function(*args, **kwargs)
                 address = arg.data_ptr()
                 tensors.append(arg)
@@ -505,6 +553,9 @@ def _current(device: torch.device):
     return nullcontext() if module.current_device() == device.index else module.device(device)
 
 
+_interpreter = threading.Lock()  # it keeps the program that runs in a global variable
+
+
 def _launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -> None:
     """The interpreter has wrong sums in bfloat16 and wrong float8 numbers: such tensors visit it as float32."""
     widened = {}  # data pointer and extent of such a tensor -> (its memory, a float32 copy of it)
@@ -526,7 +577,7 @@ def _launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) 
         return widen(arg) if isinstance(arg, torch.Tensor) else arg
 
     # NumPy, which computes here, warns of inf - inf and the like; a GPU does not.
-    with np.errstate(all="ignore"):
+    with _interpreter, np.errstate(all="ignore"):
         kernel[grid](*map(convert, args), **meta)
     for memory, wide in widened.values():
         # Only what the kernel wrote goes back: writing an input, even with the same values, would trip autograd's

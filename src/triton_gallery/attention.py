@@ -9,6 +9,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper
 from ._launch import (
+    apply,
+    autocast,
     batch_first,
     cdiv,
     check_same_device,
@@ -877,9 +879,7 @@ def attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor("attention", name, x)
     check_same_device("attention", q=q, k=k, v=v)
-    if q.device.type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = autocast(q, k, v)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(
@@ -895,7 +895,7 @@ def attention(
         # The kernels take the largest score before they scale it, which only a positive factor allows.
         q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
     if needs_autograd(q, k, v):
-        out, lse = _Attention.apply(q, k, v, scale, lower, upper)
+        out, lse = apply(_Attention, q, k, v, scale, lower, upper)
     else:
         out, lse = _attention_fwd(q, k, v, scale, lower, upper)
     out = out.reshape(shape)

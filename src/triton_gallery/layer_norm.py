@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ._launch import (
     FLOATS,
+    apply,
     cdiv,
     check_same_device,
     check_tensor,
@@ -540,7 +541,7 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
         raise ValueError(f"{op}: eps must be a number, got {eps}")
     subtract_mean = op == "layer_norm"
     arguments = x, weight, bias, math.prod(normalized_shape), eps, subtract_mean, out_dtype
-    return _LayerNorm.apply(*arguments) if needs_autograd(x, weight, bias) else _layer_norm_fwd(*arguments)[0]
+    return apply(_LayerNorm, *arguments) if needs_autograd(x, weight, bias) else _layer_norm_fwd(*arguments)[0]
 
 
 @replayed

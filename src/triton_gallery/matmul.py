@@ -1,5 +1,7 @@
 """Matrix multiplication: tiles, the order they are computed in, and an epilogue that costs no trip to memory."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -8,6 +10,9 @@ from . import hopper
 from ._launch import (
     FLOATS,
     aligned_batches,
+    apply,
+    autocast,
+    broadcast,
     cdiv,
     check_same_device,
     check_tensor,
@@ -197,12 +202,10 @@ def _empty_outputs(
     precision: str | None,
     save_pre: bool,
 ) -> list[torch.Tensor]:
-    try:
-        # Two matrices need no broadcast, which costs the host more than a small product costs the GPU.
-        batch_shape = () if a.ndim == b.ndim == 2 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except RuntimeError:
+    batch_shape = broadcast(a.shape[:-2], b.shape[:-2])
+    if batch_shape is None:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
-        raise ValueError(f"matmul: the batch dimensions of a and b must broadcast, got shapes {shapes}") from None
+        raise ValueError(f"matmul: the batch dimensions of a and b must broadcast, got shapes {shapes}")
     shape = (*batch_shape, a.shape[-2], b.shape[-1])
     return [torch.empty(shape, dtype=_result_dtype(a.dtype), device=a.device) for _ in range(1 + save_pre)]
 
@@ -323,7 +326,8 @@ differentiable(_matmul, _Matmul)
 def _differentiable(a, b, bias, activation, precision):
     differentiated = needs_autograd(a, b, bias)
     save_pre = activation in _SAVES_PRE and (differentiated or is_transformed())
-    return (_Matmul.apply if differentiated else _matmul)(a, b, bias, activation, precision, save_pre)[0]
+    arguments = a, b, bias, activation, precision, save_pre
+    return (apply(_Matmul, *arguments) if differentiated else _matmul(*arguments))[0]
 
 
 @replayed
@@ -362,7 +366,8 @@ def matmul(
         Sums are kept in float32 (float64 for float64); bias and activation are applied to them before the one rounding.
         Every call adds in the same order, so results repeat bit for bit. When a gradient is needed, "gelu" and "silu"
         store the values before the activation as well; the other activations are differentiated from the result.
-        Gradients of any order are matrix products by the same kernels. AMD GPUs multiply float32 as it is.
+        Gradients of any order are matrix products by the same kernels. Under :class:`torch.autocast` a, b and bias are
+        cast as torch casts them. AMD GPUs multiply float32 as it is.
 
     Example:
         >>> import torch, triton_gallery
@@ -370,7 +375,7 @@ def matmul(
         tensor([[1., 0.],
                 [3., 4.]])
     """
-    _check_operands(a, b)
+    a, b, bias = _checked_operands(a, b, bias)
     if activation not in _ACTIVATION_BACKWARD and activation is not None:
         names = ", ".join(f'"{name}"' for name in _ACTIVATION_BACKWARD)
         raise ValueError(f"matmul: activation must be None, {names}, got {activation!r}")
@@ -380,8 +385,8 @@ def matmul(
     rows = a if a.dim() > 1 else a.unsqueeze(0)
     columns = b if b.dim() > 1 else b.unsqueeze(1)
     if bias is not None:
-        bias = _expand_bias(a, bias, columns.shape[-1])
-    if rows.dim() > 2 and columns.shape[:-2].numel() == 1 and columns.dim() <= rows.dim() and _is_one_matrix(rows):
+        bias = _expand_bias(bias, columns.shape[-1])
+    if rows.dim() > 2 and math.prod(columns.shape[:-2]) == 1 and columns.dim() <= rows.dim() and _is_one_matrix(rows):
         # The same b for the whole batch: the batch is more rows of one matrix.
         flat = _differentiable(rows.flatten(0, -2), columns.reshape(columns.shape[-2:]), bias, activation, precision)
         out = flat.unflatten(0, rows.shape[:-1])
@@ -397,12 +402,18 @@ def _is_one_matrix(a: torch.Tensor) -> bool:
     return a.numel() > 0 and len(collapse(a.shape[:-1], a.stride()[:-1])[0]) == 1
 
 
-def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+def _checked_operands(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """a, b and bias as autocast wants them, after all checks but those of bias's shape."""
     for name, x in (("a", a), ("b", b)):
         check_tensor("matmul", name, x, FLOATS + _FLOAT8)
         if x.dim() == 0:
             raise ValueError(f"matmul: {name} must have at least one dimension, got none; use * to scale by a number")
-    check_same_device("matmul", a=a, b=b)
+    if bias is not None:
+        check_tensor("matmul", "bias", bias)
+    check_same_device("matmul", a=a, b=b, bias=bias)
+    a, b, bias = autocast(a, b, bias)
     if a.dtype != b.dtype and not (a.dtype in _FLOAT8 and b.dtype in _FLOAT8):
         raise TypeError(
             f"matmul: b must have a's dtype, {_name(a.dtype)}, got {_name(b.dtype)}; convert one with .to()"
@@ -415,14 +426,13 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     if a.shape[-1] != b.shape[axis]:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ValueError(f"matmul: a.shape[-1] must equal b.shape[{axis}], got shapes {shapes}")
+    if bias is not None and bias.dtype != _result_dtype(a.dtype):
+        dtype = _name(_result_dtype(a.dtype))
+        raise TypeError(f"matmul: bias must have the result's dtype, {dtype}, got {_name(bias.dtype)}")
+    return a, b, bias
 
 
-def _expand_bias(a: torch.Tensor, bias: torch.Tensor, N: int) -> torch.Tensor:
-    dtype = _result_dtype(a.dtype)
-    check_tensor("matmul", "bias", bias)
-    check_same_device("matmul", a=a, bias=bias)
-    if bias.dtype != dtype:
-        raise TypeError(f"matmul: bias must have the result's dtype, {_name(dtype)}, got {_name(bias.dtype)}")
+def _expand_bias(bias: torch.Tensor, N: int) -> torch.Tensor:
     if bias.dim() > 1 or (bias.numel() != 1 and bias.numel() != N):
         raise ValueError(f"matmul: bias must have a shape that broadcasts to ({N},), got {tuple(bias.shape)}")
     return bias.expand(N)

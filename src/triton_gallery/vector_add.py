@@ -7,6 +7,8 @@ import triton.language as tl
 from ._launch import (
     FLOATS,
     aligned_batches,
+    apply,
+    broadcast,
     cdiv,
     check_same_device,
     check_tensor,
@@ -77,12 +79,10 @@ def _add_strided_kernel(
 
 def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
     """The output's memory, laid out as the first of x and y that has the full shape; contiguous when neither has."""
-    try:
-        # torch takes as long to broadcast two shapes as the GPU to add two small tensors.
-        shape = x.shape if x.shape == y.shape else torch.broadcast_shapes(x.shape, y.shape)
-    except RuntimeError:
+    shape = x.shape if x.shape == y.shape else broadcast(x.shape, y.shape)
+    if shape is None:
         shapes = f"{tuple(x.shape)} and {tuple(y.shape)}"
-        raise ValueError(f"add: x and y must have shapes that broadcast, got {shapes}") from None
+        raise ValueError(f"add: x and y must have shapes that broadcast, got {shapes}")
     dtype = x.dtype if x.dtype == y.dtype else torch.result_type(x, y)
     if isinstance(alpha, float) and not dtype.is_floating_point:
         raise TypeError(f"add: alpha must be an int when the result is {dtype}, got {alpha}")
@@ -208,5 +208,5 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
     if isinstance(alpha, int) and not -(2**63) <= alpha < 2**63:
         raise ValueError(f"add: alpha must be in [-2**63, 2**63) when it is an int, got {alpha}")
     if needs_autograd(x, y):
-        return _Add.apply(x, y, alpha)
+        return apply(_Add, x, y, alpha)
     return _add(x, y, alpha)

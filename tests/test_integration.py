@@ -1,0 +1,393 @@
+"""What torch does with functions besides calling them, done to ours and to torch's own: the results must agree."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+import triton_gallery as tg
+
+# Interpreter and GPU divide and take exponentials with other roundings than torch.
+TOLERANCE = dict(rtol=1e-4, atol=1e-5)
+SEED = 5
+
+
+def dropped(x, p=0.5):
+    """The dropout that tg.dropout is under SEED, spelt out."""
+    return x * tg.dropout(torch.ones(x.shape, device=x.device), p, seed=SEED)
+
+
+# Our function and torch's, of three tensors (batch, 4, 8), (batch, 4, 8) and (8,), or without the batch.
+PAIRS = {
+    "add": (lambda x, y, w: tg.add(x, y, alpha=2), lambda x, y, w: torch.add(x, y, alpha=2)),
+    "add, broadcast": (lambda x, y, w: tg.add(x, w), lambda x, y, w: x + w),
+    "softmax": (lambda x, y, w: tg.softmax(x, 0), lambda x, y, w: torch.softmax(x, 0)),
+    "log_softmax": (lambda x, y, w: tg.log_softmax(x), lambda x, y, w: torch.log_softmax(x, -1)),
+    "matmul": (lambda x, y, w: tg.matmul(x, y.mT), lambda x, y, w: x @ y.mT),
+    "matmul with a vector": (lambda x, y, w: tg.matmul(x, w), lambda x, y, w: x @ w),
+    "matmul, fused": (
+        lambda x, y, w: tg.matmul(x.mT, y, bias=w, activation="gelu"),
+        lambda x, y, w: F.gelu(x.mT @ y + w),
+    ),
+    "layer_norm": (lambda x, y, w: tg.layer_norm(x, (8,), w, w), lambda x, y, w: F.layer_norm(x, (8,), w, w)),
+    "rms_norm": (lambda x, y, w: tg.rms_norm(x, (8,), w, 1e-5), lambda x, y, w: F.rms_norm(x, (8,), w, 1e-5)),
+    "dropout": (lambda x, y, w: tg.dropout(x, 0.5, seed=SEED), lambda x, y, w: dropped(x)),
+    "attention": (
+        lambda x, y, w: tg.attention(x, y, y * w, is_causal=True),
+        lambda x, y, w: F.scaled_dot_product_attention(x[None], y[None], (y * w)[None], is_causal=True)[0],
+    ),
+}
+PAIR = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+
+
+def inputs(device, batch=()):
+    return (
+        torch.randn(*batch, 4, 8, device=device),
+        torch.randn(*batch, 4, 8, device=device),
+        torch.randn(8, device=device),
+    )
+
+
+def assert_same(transform, pair, *args):
+    ours, theirs = (transform(function)(*args) for function in pair)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def gradients_of(function, args):
+    """The function's result for leaves like args, and their gradients."""
+    leaves = [arg.detach().clone().requires_grad_() for arg in args]
+    result = function(*leaves)
+    return result, torch.autograd.grad(result, leaves, result.detach().cos(), allow_unused=True, materialize_grads=True)
+
+
+# --- torch.func -------------------------------------------------------------------------------------------------------
+
+
+@PAIR
+@pytest.mark.parametrize("in_dims", [(0, 0, None), (0, None, None), (1, 0, None), (None, 0, None)], ids=str)
+def test_vmap(pair, in_dims, device):
+    x, y, w = inputs(device, (3,))
+    x = {None: x[0], 0: x, 1: x.movedim(0, 1)}[in_dims[0]]
+    y = y[0] if in_dims[1] is None else y
+    assert_same(lambda function: vmap(function, in_dims), pair, x, y, w)
+
+
+@PAIR
+def test_vmap_of_the_weight(pair, device):
+    x, y, _ = inputs(device, (3,))
+    assert_same(lambda function: vmap(function), pair, x, y, torch.randn(3, 8, device=device))
+
+
+@PAIR
+def test_nested_vmap(pair, device):
+    x, y, w = inputs(device, (2, 3))
+    assert_same(lambda function: vmap(vmap(function, (0, 0, None)), (0, 0, None)), pair, x, y, w)
+
+
+@PAIR
+def test_grad(pair, device):
+    def gradient(function):
+        return grad(lambda *args: function(*args).square().sum(), argnums=(0, 1, 2))
+
+    assert_same(gradient, pair, *inputs(device))
+
+
+@PAIR
+def test_gradients_of_each_sample(pair, device):
+    def gradients(function):
+        return vmap(grad(lambda *args: function(*args).square().sum(), argnums=(0, 2)), (0, 0, None))
+
+    assert_same(gradients, pair, *inputs(device, (3,)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own attention in a batch of gradients
+@PAIR
+def test_jacobian(pair, device):
+    assert_same(lambda function: jacrev(function), pair, *inputs(device))
+
+
+@pytest.mark.parametrize("name", ["add", "softmax", "log_softmax", "matmul", "matmul, fused", "dropout"])
+def test_gradient_of_a_gradient(name, device):
+    def second(function):
+        def first(*args):
+            return grad(lambda *args: function(*args).square().sum())(*args).square().sum()
+
+        return grad(first)
+
+    assert_same(second, PAIRS[name], *inputs(device))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "attention"])
+def test_gradient_of_a_gradient_that_is_not_there_says_so(name, device):
+    def first(x, y, w):
+        return grad(lambda x: PAIRS[name][0](x, y, w).square().sum())(x).square().sum()
+
+    with pytest.raises(NotImplementedError, match=r"triton_gallery\.\w+_bwd has no derivative"):
+        grad(first)(*inputs(device))
+
+
+@PAIR
+def test_forward_mode_is_refused(pair, device):
+    x, y, w = inputs(device)
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
+        jvp(lambda x: pair[0](x, y, w), (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
+            pair[0](dual, y, w)
+        torch.testing.assert_close(pair[0](x, y, w), pair[1](x, y, w), **TOLERANCE)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different", "error"])
+def test_dropout_draws_as_vmap_is_told(randomness, device):
+    x = torch.ones(3, 200, device=device)
+    drop = vmap(lambda x: tg.dropout(x, 0.5), randomness=randomness)
+    if randomness == "error":
+        with pytest.raises(RuntimeError, match="random"):
+            drop(x)
+    else:
+        first, second, third = drop(x)
+        assert torch.equal(first, second) == torch.equal(first, third) == (randomness == "same")
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@PAIR
+def test_export(pair, dynamic, strict, device):
+    class Module(torch.nn.Module):
+        def forward(self, x, y, w):
+            return pair[0](x, y, w)
+
+    batch = {0: torch.export.Dim.DYNAMIC}
+    shapes = {"x": batch, "y": batch, "w": None} if dynamic else None
+    program = torch.export.export(Module(), inputs(device, (3,)), dynamic_shapes=shapes, strict=strict)
+    assert any("triton_gallery" in str(node.target) for node in program.graph.nodes)
+    args = inputs(device, (5 if dynamic else 3,))
+    torch.testing.assert_close(program.module()(*args), pair[1](*args), **TOLERANCE)
+
+
+TWICE = {
+    "add": (lambda x: tg.add(x, x), lambda x: x + x),
+    "matmul": (lambda x: tg.matmul(x, x), lambda x: x @ x),
+    "layer_norm": (lambda x: tg.layer_norm(x, x.shape, x, x), lambda x: F.layer_norm(x, x.shape, x, x)),
+    "attention": (lambda x: tg.attention(x, x, x), lambda x: F.scaled_dot_product_attention(x, x, x)),
+}
+
+
+@pytest.mark.parametrize("pair", TWICE.values(), ids=TWICE)
+def test_one_tensor_as_several_arguments(pair, device):
+    x = torch.randn(8, 8, device=device)
+    expected = gradients_of(pair[1], [x])
+    torch.testing.assert_close(gradients_of(pair[0], [x]), expected, **TOLERANCE)
+    compiled = torch.compile(pair[0], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients_of(compiled, [x]), expected, **TOLERANCE)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@PAIR
+def test_checkpoint(pair, use_reentrant, device):
+    args = inputs(device, (2,))
+    leaves = [arg.requires_grad_() for arg in args]
+    result = checkpoint(pair[0], *leaves, use_reentrant=use_reentrant)
+    result.backward(result.detach().cos())
+    expected, grads = gradients_of(pair[0], args)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    for leaf, expected in zip(leaves, grads, strict=True):
+        torch.testing.assert_close(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, expected, rtol=0, atol=0)
+
+
+@PAIR
+def test_a_saved_tensor_that_changed_is_an_error(pair, device):
+    args = [arg.requires_grad_() for arg in inputs(device)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda _: None):
+        pair[0](*args)
+    result = pair[0](*args)
+    changed = [arg for arg in args if arg.data_ptr() in saved]
+    with torch.no_grad():
+        for arg in changed:
+            arg.add_(1)
+    if changed:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+    else:
+        result.sum().backward()
+
+
+@PAIR
+def test_inference_mode(pair, device):
+    args = inputs(device)
+    with torch.inference_mode():
+        torch.testing.assert_close(pair[0](*args), pair[1](*args), **TOLERANCE)
+
+
+# --- tensors that are more than their memory --------------------------------------------------------------------------
+
+
+@PAIR
+def test_a_view_with_a_pending_sign(pair, device):
+    def negative(x):
+        view = torch.complex(torch.zeros_like(x), -x).conj().imag
+        assert view.is_neg()
+        return view
+
+    args = inputs(device, (2,))
+    torch.testing.assert_close(pair[0](*map(negative, args)), pair[1](*args), **TOLERANCE)
+    expected = gradients_of(pair[1], args)
+    torch.testing.assert_close(gradients_of(lambda *args: pair[0](*map(negative, args)), args), expected, **TOLERANCE)
+    # As the incoming gradient.
+    leaves = [arg.requires_grad_() for arg in args]
+    result = pair[0](*leaves)
+    grads = torch.autograd.grad(result, leaves, negative(result.detach().cos()), allow_unused=True, materialize_grads=1)
+    torch.testing.assert_close(grads, expected[1], **TOLERANCE)
+
+
+class Named(torch.Tensor):
+    """A subclass that adds nothing."""
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without memory of its own: `inner` has it, and operators run on that."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def unwrap(x):
+            return x.inner if isinstance(x, Wrapper) else x
+
+        out = func(*torch.utils._pytree.tree_map(unwrap, args), **torch.utils._pytree.tree_map(unwrap, kwargs or {}))
+        return torch.utils._pytree.tree_map(lambda x: Wrapper(x) if isinstance(x, torch.Tensor) else x, out)
+
+
+@PAIR
+def test_subclasses_of_tensor(pair, device):
+    args = inputs(device)
+    expected = pair[1](*args)
+    torch.testing.assert_close(torch.Tensor(pair[0](*(arg.as_subclass(Named) for arg in args))), expected, **TOLERANCE)
+    torch.testing.assert_close(pair[0](*map(Wrapper, args)).inner, expected, **TOLERANCE)
+    _, grads = gradients_of(pair[0], map(Wrapper, args))
+    torch.testing.assert_close([grad.inner for grad in grads], list(gradients_of(pair[1], args)[1]), **TOLERANCE)
+
+
+@PAIR
+def test_nested_tensors_are_refused(pair, device):
+    _, y, w = inputs(device)
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([y, y[:2]], layout=layout)
+        with pytest.raises(TypeError, match="nested"):
+            pair[0](nested, y, w)
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@PAIR
+def test_no_call_waits_for_the_device(pair, device):
+    args = inputs(device, (2,))
+    gradients_of(pair[0], args)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients_of(pair[0], args)
+        pair[0](*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@PAIR
+def test_gradients_in_a_cuda_graph(pair, device):
+    leaves = [arg.requires_grad_() for arg in inputs(device, (2,))]
+
+    def step():
+        result = pair[0](*leaves)
+        return result, torch.autograd.grad(result.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.copy_(torch.randn_like(leaf))
+    graph.replay()
+    torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@PAIR
+def test_another_stream(pair, device):
+    args = inputs(device, (2,))
+    expected = gradients_of(pair[0], args)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # What comes before takes long: a kernel that did not wait for it on this stream would read zeros.
+        late = [torch.zeros_like(arg) for arg in args]
+        torch.cuda._sleep(20_000_000)
+        for x, arg in zip(late, args, strict=True):
+            x.copy_(arg)
+        result = gradients_of(pair[0], late)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@PAIR
+def test_another_device_than_the_current_one(pair):
+    args = inputs("cuda:0", (2,))
+    others = [arg.to("cuda:1") for arg in args]
+    expected = gradients_of(pair[0], args)
+    for _ in range(3):
+        result = gradients_of(pair[0], others)
+        assert all(x.device == torch.device("cuda:1") for x in (result[0], *result[1]))
+        assert torch.cuda.current_device() == 0
+        with torch.no_grad():
+            plain = pair[0](*others)
+        on_it = None
+        with torch.cuda.device(1), torch.no_grad():
+            on_it = pair[0](*others)
+        for x, y in zip(
+            (result[0], *result[1], plain, on_it), (expected[0], *expected[1], *expected[:1] * 2), strict=True
+        ):
+            torch.testing.assert_close(x.cpu(), y.cpu(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="device"):
+        pair[0](args[0], others[1], others[2])
+
+
+@PAIR
+def test_threads(pair, device):
+    args = inputs(device, (2,))
+    expected = gradients_of(pair[0], args)
+    results = [None] * 4
+
+    def work(i):
+        for _ in range(3):
+            results[i] = gradients_of(pair[0], args)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(results))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
