@@ -18,7 +18,7 @@ export GALLERY_COMMAND := make $(MAKECMDGOALS)
 SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 PAGES = $(or $(PAGE),[0-9]*)
 
-.PHONY: help html html-fast page serve test lint bench record linkcheck clean check-site check-tests check-gpu page-is-missing
+.PHONY: help html html-fast page serve test fuzz test-triton evidence lint bench record linkcheck clean check-site check-tests check-gpu page-is-missing
 .DEFAULT_GOAL := help
 
 help:  ## List these commands
@@ -37,6 +37,21 @@ serve: html  ## Build the site and serve it at http://localhost:8000
 
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
 	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
+
+fuzz: $(or $(INSTALLED),check-tests)  ## Test on some thousand inputs that hypothesis makes up anew
+	$(PY) -m pytest -n auto --dist loadgroup -m slow
+
+test-triton: $(or $(INSTALLED),check-tests)  ## Compile every kernel with another Triton: make test-triton TRITON=3.9.0
+	$(PY) -m pip install --quiet --no-deps --target build/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH) $(PY) -m pytest -n auto --dist loadgroup tests/test_compilation.py
+
+evidence: $(INSTALLED) check-gpu  ## Test on a GPU, with compute-sanitizer too, and rewrite what *How we test* shows
+	-$(PY) -m pytest -n auto --dist loadgroup -m "not slow" --junitxml=build/evidence/tests.xml
+	-$(PY) -m pytest -n auto --dist loadgroup -m slow --junitxml=build/evidence/fuzz.xml
+	-for tool in memcheck racecheck initcheck synccheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --target-processes application-only \
+	    --show-backtrace no --print-limit 0 $(PY) tests/every_kernel.py >build/evidence/$$tool.log 2>&1; done
+	$(PY) tests/evidence.py build/evidence tests/records
 
 lint: $(INSTALLED)  ## Check style, and the generated pages for names that nothing defines
 	$(PY) -m ruff check .

@@ -5,11 +5,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from conftest import DEVICE, assert_as_accurate_as_torch
+from conftest import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery._launch import launch
 from triton_gallery.dropout import _draw_block, _draw_each, _dropout_kernel, _dropout_strided_kernel
 
@@ -604,18 +603,16 @@ def strided_tensors(draw):
     return shape, strides, draw(st.integers(0, 3)), span
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    layout=strided_tensors(),
-    dtype=st.sampled_from(FLOATS),
-    p=st.floats(0, 1),
-    seed=st.integers(-(2**63), 2**64 - 1),
-)
-def test_dropout_fuzz(layout, dtype, p, seed):
-    shape, strides, offset, span = layout
-    x = torch.randn(offset + span, device=DEVICE).to(dtype).as_strided(shape, strides, offset)
-    out = tg.dropout(x, p, seed=seed)
-    mask = expected_mask(x.shape, p, seed, DEVICE) if p < 1 else torch.zeros_like(x, dtype=torch.bool)
-    wide = x.double() if dtype == torch.float64 else x.float()
-    scale = torch.tensor(1 / (1 - p) if p < 1 else 0.0, dtype=wide.dtype, device=DEVICE)
-    assert torch.equal(out, torch.where(mask, wide * scale, 0).to(dtype))
+@FUZZ
+def test_dropout_on_fuzzed_inputs(fuzz):
+    def check(layout, dtype, p, seed):
+        shape, strides, offset, span = layout
+        x = torch.randn(offset + span, device=DEVICE).to(dtype).as_strided(shape, strides, offset)
+        out = tg.dropout(x, p, seed=seed)
+        mask = expected_mask(x.shape, p, seed, DEVICE) if p < 1 else torch.zeros_like(x, dtype=torch.bool)
+        wide = x.double() if dtype == torch.float64 else x.float()
+        scale = torch.tensor(1 / (1 - p) if p < 1 else 0.0, dtype=wide.dtype, device=DEVICE)
+        assert torch.equal(out, torch.where(mask, wide * scale, 0).to(dtype))
+
+    seeds = st.integers(-(2**63), 2**64 - 1)
+    fuzz(check, layout=strided_tensors(), dtype=st.sampled_from(FLOATS), p=st.floats(0, 1), seed=seeds)

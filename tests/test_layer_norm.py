@@ -4,11 +4,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from conftest import DEVICE, assert_as_accurate_as_torch
+from conftest import DEVICE, FUZZ, assert_as_accurate_as_torch
 
 # The package's name `layer_norm` is the function; this is its module.
 module = importlib.import_module("triton_gallery.layer_norm")
@@ -545,6 +544,8 @@ def test_row_counts_share_compilations():
 def fuzzed(draw):
     """A shape, how many of its dimensions are normalized, a dtype, and steps that make a strided view."""
     shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    if DEVICE.type != "cpu":  # rows for each kernel, where that takes no minutes
+        shape[-1] += draw(st.sampled_from([0, 300, 9000, 40_000]))
     return (
         shape,
         draw(st.integers(1, len(shape))),
@@ -556,15 +557,17 @@ def fuzzed(draw):
 
 
 @NORMS
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=fuzzed())
-def test_norms_match_torch_on_fuzzed_inputs(norm, small_blocks, case):
-    shape, n_dims, dtype, steps, order, affine = case
-    base = torch.randn([shape[d] * steps[d] for d in order], device=DEVICE).to(dtype)
-    x = base.permute([order.index(d) for d in range(len(shape))])[tuple(slice(None, None, step) for step in steps)]
-    assert x.shape == tuple(shape)
-    normalized = tuple(shape[-n_dims:])
-    if x.numel():
-        check(norm, x, normalized, make_params(norm, normalized, dtype, DEVICE, affine, affine), eps=1e-3)
-    else:
-        assert getattr(tg, norm)(x, normalized).shape == x.shape
+@FUZZ
+def test_norms_on_fuzzed_inputs(norm, small_blocks, fuzz):
+    def run(case):
+        shape, n_dims, dtype, steps, order, affine = case
+        base = torch.randn([shape[d] * steps[d] for d in order], device=DEVICE).to(dtype)
+        x = base.permute([order.index(d) for d in range(len(shape))])[tuple(slice(None, None, step) for step in steps)]
+        assert x.shape == tuple(shape)
+        normalized = tuple(shape[-n_dims:])
+        if x.numel():
+            check(norm, x, normalized, make_params(norm, normalized, dtype, DEVICE, affine, affine), eps=1e-3)
+        else:
+            assert getattr(tg, norm)(x, normalized).shape == x.shape
+
+    fuzz(run, case=fuzzed())

@@ -5,11 +5,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from conftest import DEVICE, assert_as_accurate_as_torch
+from conftest import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery._launch import launch
 from triton_gallery.vector_add import _add_kernel, _add_strided_kernel
 
@@ -415,7 +414,9 @@ def operands(draw):
     return result
 
 
-@settings(max_examples=60, deadline=None)
-@given(xy=operands(), alpha=st.sampled_from([1, 1, 2, -3, 0]))
-def test_add_fuzz(xy, alpha):
-    assert_matches_torch(*xy, alpha=alpha)
+@FUZZ
+def test_add_on_fuzzed_inputs(fuzz):
+    def check(xy, alpha):
+        assert_matches_torch(*xy, alpha=alpha)
+
+    fuzz(check, xy=operands(), alpha=st.sampled_from([1, 1, 2, -3, 0]))

@@ -396,7 +396,7 @@ def replayed(function: Callable) -> Callable:
             if kind in _TENSORS:
                 if not arg.is_cuda or arg.layout != torch.strided or (grad_enabled and arg.requires_grad):
                     return function(*args, **kwargs)
-                if arg.is_neg() or arg._is_zerotensor():
+                if arg.is_neg() or arg.is_nested or arg._is_zerotensor():
                     return function(*args, **kwargs)
                 address = arg.data_ptr()
                 tensors.append(arg)

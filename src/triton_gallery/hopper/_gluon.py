@@ -97,7 +97,11 @@ def as_row(smem, layout, _semantic=None):
 
 @gluon.jit
 def named_barrier(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr):
-    """`bar.sync` waits for, and `bar.arrive` announces, 256 threads: two warp groups."""
+    """`barrier.sync` waits for, and `barrier.arrive` announces, 256 threads: two warp groups.
+
+    Their short forms `bar.sync` and `bar.arrive` promise that all threads meet at one instruction; here each warp group
+    has a copy of its own.
+    """
     # Without a tensor argument, each thread runs the instruction once.
     gl.inline_asm_elementwise(
         INSTRUCTION + " " + BARRIER + ", 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1

@@ -41,7 +41,7 @@ STATS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 @gluon.jit
 def _meet():
     """Both consumers wait for each other."""
-    named_barrier("bar.sync", "9")
+    named_barrier("barrier.sync", "9")
 
 
 @gluon.jit

@@ -89,21 +89,21 @@ def _schedule(n_tiles, n_heads, rows, seq_kv, head_dim, is_causal, device):
 def _wait_turn(CONSUMER: gl.constexpr):
     """Consumers take turns to start their matrix products: while one multiplies, another takes exponentials."""
     if CONSUMER == 0:
-        named_barrier("bar.sync", "9")
+        named_barrier("barrier.sync", "9")
     elif CONSUMER == 1:
-        named_barrier("bar.sync", "10")
+        named_barrier("barrier.sync", "10")
     else:
-        named_barrier("bar.sync", "11")
+        named_barrier("barrier.sync", "11")
 
 
 @gluon.jit
 def _pass_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
     if CONSUMER == NUM_CONSUMERS - 1:
-        named_barrier("bar.arrive", "9")
+        named_barrier("barrier.arrive", "9")
     elif CONSUMER == 0:
-        named_barrier("bar.arrive", "10")
+        named_barrier("barrier.arrive", "10")
     else:
-        named_barrier("bar.arrive", "11")
+        named_barrier("barrier.arrive", "11")
 
 
 @gluon.jit
@@ -220,7 +220,7 @@ def _fwd_consumer(
     q = q_smem.index(CONSUMER).reshape((BLOCK_M, HEAD_DIM))
     out = out_smem.index(CONSUMER)
     if CONSUMER == NUM_CONSUMERS - 1:
-        named_barrier("bar.arrive", "9")  # the first turn is consumer 0's
+        named_barrier("barrier.arrive", "9")  # the first turn is consumer 0's
     entry_ptr = schedule_ptr + gl.program_id(0) * schedule_width
     entry = gl.load(entry_ptr)
     while entry >= 0:

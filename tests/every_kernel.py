@@ -1,0 +1,111 @@
+"""Runs every kernel of the package on awkward inputs, for a tool that watches the process, such as compute-sanitizer.
+
+Prints how often each kernel ran, and fails when one of them did not.
+"""
+
+import collections
+import importlib
+import pkgutil
+
+import torch
+import triton
+
+import triton_gallery as tg
+from triton_gallery._launch import forget_replays
+
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
+DEVICE = torch.accelerator.current_accelerator(check_available=True)
+
+
+def random(*shape, dtype=F16):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def attention(seq_q, seq_k, head_dim, dtype=F16, heads=(2, 2), **options):
+    shapes = [(2, heads[0], seq_q), (2, heads[1], seq_k), (2, heads[1], seq_k)]
+    return lambda *x: tg.attention(*x, enable_gqa=True, **options), [random(*s, head_dim, dtype=dtype) for s in shapes]
+
+
+# Functions with the tensors they take; gradients are computed for each where the dtype has them.
+CALLS = [
+    (tg.add, [random(1000), random(1000)]),
+    (lambda x, y: tg.add(x, y, alpha=2), [random(37, 21), random(37, 1, dtype=F32)]),
+    (tg.softmax, [random(37, 781)]),
+    (tg.log_softmax, [random(5, 129, dtype=F64)]),
+    (tg.softmax, [random(3, 16400)]),
+    (tg.log_softmax, [random(3, 110592)]),
+    (tg.softmax, [random(2, 70001, dtype=F32)]),
+    (lambda x: tg.softmax(x, 1), [random(3, 301, 33)]),
+    (lambda x: tg.softmax(x, 0), [random(3001, 7, dtype=F32)]),
+    (lambda x: tg.dropout(x, 0.3), [random(1001)]),
+    (lambda x: tg.dropout(x, 0.3, seed=1), [random(3, 33, 65).mT]),
+    (lambda x, w, b: tg.layer_norm(x, (781,), w, b), [random(300, 781), random(781), random(781)]),
+    (lambda x, w, b: tg.layer_norm(x, (9, 13), w, b), [random(65, 9, 13, dtype=F32), *random(2, 9, 13, dtype=F32)]),
+    (lambda x, w: tg.rms_norm(x, (40999,), w), [random(3, 40999), random(40999)]),
+    (lambda x: tg.layer_norm(x, (9001,)), [random(5, 9001)]),
+    (tg.matmul, [random(65, 129), random(129, 33)]),
+    (tg.matmul, [random(65, 128), random(128, 48)]),
+    (tg.matmul, [random(3, 65, 129, dtype=F32), random(129, 33, dtype=F32)]),
+    (lambda a, b, c: tg.matmul(a, b, bias=c, activation="gelu"), [random(255, 130), random(130, 129), random(129)]),
+    # No gradients for this one, which torch would compute from the result: initcheck does not see what TMA writes.
+    (lambda a, b: tg.matmul(a.detach(), b.detach(), activation="relu"), [random(2048, 192), random(192, 1600)]),
+    (tg.matmul, [random(2048, 192, dtype=torch.bfloat16), random(192, 1600, dtype=torch.bfloat16)]),
+    (tg.matmul, [random(300, 256).to(torch.float8_e4m3fn), random(400, 256).to(torch.float8_e5m2).t()]),
+    attention(70, 131, 40),
+    attention(131, 70, 33, is_causal=True),
+    attention(70, 131, 64, dtype=F32, window=(20, 3)),
+    attention(65, 64, 80, dtype=F64, heads=(4, 2)),
+    attention(256, 256, 256, is_causal=True),
+    *(attention(256, 256, d, is_causal=causal) for d in (64, 128) for causal in (False, True)),
+    *(attention(300, 333, d, is_causal=causal) for d in (64, 128) for causal in (False, True)),
+    attention(300, 333, 128, heads=(4, 2), return_lse=False, causal_alignment="bottom-right", is_causal=True),
+]
+
+
+def run_all() -> None:
+    torch.manual_seed(0)
+    for function, tensors in CALLS:
+        leaves = [x.detach().requires_grad_(x.dtype in (F16, F32, F64)) for x in tensors]
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            # Without NaN in new memory, or a tool would not see who forgot to write.
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            out = function(*leaves)
+            if out.requires_grad:
+                torch.autograd.grad(out, leaves, torch.randn_like(out))
+            with torch.no_grad():
+                function(*leaves)
+    if (tma := tg.hopper.load("matmul")) is not None:
+        # Not called where Gluon's kernel can be: it takes its place with Tritons that lack a piece of Gluon.
+        a, b, out = random(300, 264), random(264, 400), random(300, 400)
+        tma.multiply(a, b, None, out, None, None, False, ((1,), [(0,), (0,)]))
+    torch.accelerator.synchronize()
+
+
+def all_kernels() -> set[str]:
+    """The names of all kernels in the package."""
+    names = set()
+    for info in pkgutil.walk_packages(tg.__path__, f"{tg.__name__}."):
+        members = vars(importlib.import_module(info.name))
+        names |= {x.fn.__name__ for x in members.values() if isinstance(x, triton.runtime.jit.JITFunction)}
+    return {name for name in names if name.endswith("_kernel")}
+
+
+if __name__ == "__main__":
+    launches = collections.Counter()
+    hook = triton.knobs.runtime.launch_enter_hook
+
+    def count(metadata):
+        launches[metadata.get()["name"]] += 1
+
+    hook.add(count)
+    run_all()
+    hook.remove(count)
+    # Without the hook, calls after the first take the short ways of `_launch`.
+    forget_replays()
+    for _ in range(3):
+        run_all()
+    for name in sorted(all_kernels()):
+        print(f"{name}: {launches[name]}")
+    missing = all_kernels() - set(launches)
+    assert not missing, f"these kernels did not run: {', '.join(sorted(missing))}"
