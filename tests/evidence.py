@@ -41,7 +41,7 @@ def tests(reports: list[Path]) -> list[list]:
 
 
 def sanitizer(folder: Path) -> list[list]:
-    """For each tool the kernels and launches it watched, and what it found: in kernels, in Triton's code, in torch's."""
+    """For each tool what it watched and what it found: in our kernels, in what Triton adds to them, in torch's."""
     rows = [["Tool", "Looks for", "Kernels", "Launches", "Findings", "In what Triton adds", "In torch's kernels"]]
     for tool, purpose in TOOLS.items():
         log = (folder / f"{tool}.log").read_text(errors="replace")
