@@ -33,6 +33,7 @@ CALLS = [
     (tg.softmax, [random(37, 781)]),
     (tg.log_softmax, [random(5, 129, dtype=F64)]),
     (tg.softmax, [random(3, 16400)]),
+    (tg.softmax, [random(300, 20001)]),
     (tg.log_softmax, [random(3, 110592)]),
     (tg.softmax, [random(2, 70001, dtype=F32)]),
     (lambda x: tg.softmax(x, 1), [random(3, 301, 33)]),
@@ -60,6 +61,13 @@ CALLS = [
     *(attention(300, 333, d, is_causal=causal) for d in (64, 128) for causal in (False, True)),
     attention(300, 333, 128, heads=(4, 2), return_lse=False, causal_alignment="bottom-right", is_causal=True),
 ]
+
+
+# Initcheck does not see what TMA writes, so the tensors that kernels for Hopper may write so start as zeros here. That
+# they write all of it is what the tests check, on memory filled with NaN.
+attention_module = importlib.import_module("triton_gallery.attention")
+empty_as = attention_module._empty_as
+attention_module._empty_as = lambda *args: empty_as(*args).zero_()
 
 
 def run_all() -> None:

@@ -111,7 +111,9 @@ def test_softmax_around_the_longest_row_in_registers(dtype, device):
 @pytest.mark.gpu
 @OPS
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-@pytest.mark.parametrize("n_cols", [8200, 16_384, 20_000, 32_776, 70_000, 110_592, 114_688, 262_152])
+@pytest.mark.parametrize(
+    "n_cols", [8200, 8201, 16_384, 32_776, 41_393, 70_000, 110_585, 110_587, 110_592, 114_688, 150_001]
+)
 def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
     if not is_hopper(device):
         pytest.skip("these kernels are Hopper's")

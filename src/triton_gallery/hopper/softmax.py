@@ -42,26 +42,50 @@ def _result(x, row_max, log2_sum, IS_LOG: gl.constexpr):
 
 
 @gluon.jit
-def _copy_chunk(chunk, ptrs, mask, MASKED: gl.constexpr):
+def _copy_chunk(chunk, ptrs, vectors, numbers, n_left, MASKED: gl.constexpr):
     if MASKED:
-        async_copy_to_shared(chunk, ptrs, mask=mask)
+        # A vector has a part in the row or none, and a mask that says so keeps the copies 16 bytes wide.
+        async_copy_to_shared(chunk, ptrs, mask=(vectors < n_left) & (numbers >= 0))
     else:
         async_copy_to_shared(chunk, ptrs)
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["n_rows"])
+@gluon.jit
+def _store(ptrs, out, vectors, numbers, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
+    """Store what lies between begin and end: whole vectors at once, and what is left of a row number by number."""
+    cols = vectors * VECTOR
+    if ALIGNED:
+        gl.store(ptrs, out, mask=(cols < end) & (numbers >= 0))
+    else:
+        whole = (cols >= begin) & (cols + VECTOR <= end)
+        gl.store(ptrs, out, mask=whole & (numbers >= 0))
+        gl.store(ptrs, out, mask=(cols + numbers >= begin) & (cols + numbers < end) & ~whole)
+
+
+@gluon.jit
+def _place(row, row_vectors, rest, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
+    """The vector in which a row begins, and where in it; all vectors count from the tensor's start."""
+    if ALIGNED:
+        return row * row_vectors, 0
+    else:
+        return row * row_vectors + row * rest // VECTOR, (row * rest % VECTOR).to(gl.int32)
+
+
+@gluon.jit(do_not_specialize=["n_rows", "rest"])
 def _softmax_resident_fwd_kernel(
-    x_ptr,  # (n_rows, n_cols), rows 16-byte aligned
+    x_ptr,  # (n_rows, n_cols), 16-byte aligned
     out_ptr,  # (n_rows, n_cols), contiguous
     n_rows,
-    n_vectors,  # n_cols in units of VECTOR, which tells the compiler that rows are 16-byte aligned
+    n_vectors,  # n_cols in units of VECTOR, which tells the compiler that aligned rows are
     x_row_vectors,  # x_row_stride likewise
+    rest,  # what both leave over
     VECTOR: gl.constexpr,  # numbers in 16 bytes
     CHUNK_STEPS: gl.constexpr,  # vectors per thread in a chunk
     N_CHUNKS: gl.constexpr,  # in shared memory
     TAIL_STEPS: gl.constexpr,  # vectors per thread in each piece behind the chunks, or 0 if there are none
-    EVEN: gl.constexpr,  # the chunks have no room to spare
+    N_FULL: gl.constexpr,  # chunks that every row fills
+    ALIGNED: gl.constexpr,  # rest is 0: no vector belongs to two rows
     IS_LOG: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -73,84 +97,99 @@ def _softmax_resident_fwd_kernel(
     BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
     BY_NUMBER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    CHUNK: gl.constexpr = CHUNK_STEPS * THREADS * VECTOR
+    CHUNK_VECTORS: gl.constexpr = CHUNK_STEPS * THREADS
+    CHUNK: gl.constexpr = CHUNK_VECTORS * VECTOR
     OUT: gl.constexpr = out_ptr.dtype.element_ty
     ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [N_CHUNKS, CHUNK_STEPS, THREADS, VECTOR], SHARED)
     threads = gl.arange(0, THREADS, BY_THREAD)[None, :, None]
     numbers = gl.arange(0, VECTOR, BY_NUMBER)[None, None, :]
     vectors = gl.arange(0, CHUNK_STEPS, BY_STEP)[:, None, None] * THREADS + threads
     cols = vectors * VECTOR + numbers
-    # A vector lies inside the row as a whole or not at all, and a mask that says so keeps the accesses 16 bytes wide.
-    RAGGED: gl.constexpr = not EVEN
-    mask = ((N_CHUNKS - 1) * CHUNK_STEPS * THREADS + vectors < n_vectors) & (numbers >= 0)
-
-    row = gl.program_id(0).to(gl.int64)
-    for c in gl.static_range(N_CHUNKS):
-        source = x_ptr + row * x_row_vectors * VECTOR + c * CHUNK + cols
-        _copy_chunk(ring.index(c), source, mask, RAGGED and c == N_CHUNKS - 1)
     if TAIL_STEPS > 0:
         tail_vectors = gl.arange(0, TAIL_STEPS, BY_STEP)[:, None, None] * THREADS + threads
         tail_cols = tail_vectors * VECTOR + numbers
+
+    n_cols = n_vectors * VECTOR + rest
+    row = gl.program_id(0).to(gl.int64)
+    # From the vector in which the row begins, its numbers are those from `begin` to `end`.
+    x_vector, begin = _place(row, x_row_vectors, rest, VECTOR, ALIGNED)
+    x_row_ptr = x_ptr + x_vector * VECTOR
+    for c in gl.static_range(N_CHUNKS):
+        n_left = gl.cdiv(begin + n_cols, VECTOR) - c * CHUNK_VECTORS
+        _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
     while row < n_rows:
+        end = begin + n_cols
         # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
         m = gl.full([THREADS], -3.4028234663852886e38, gl.float32, BY_THREAD)
         s = gl.zeros([THREADS], gl.float32, BY_THREAD)
         if TAIL_STEPS > 0:
             # While the chunks are on their way.
-            for first in range(N_CHUNKS * CHUNK_STEPS * THREADS, n_vectors, TAIL_STEPS * THREADS):
-                tail_mask = (first + tail_vectors < n_vectors) & (numbers >= 0)
-                tail_ptrs = x_ptr + (row * x_row_vectors + first) * VECTOR + tail_cols
+            for first in range(N_CHUNKS * CHUNK_VECTORS, gl.cdiv(end, VECTOR), TAIL_STEPS * THREADS):
+                tail_mask = (first + tail_vectors < gl.cdiv(end, VECTOR)) & (numbers >= 0)
+                tail_ptrs = x_row_ptr + first * VECTOR + tail_cols
                 tail = gl.load(tail_ptrs, mask=tail_mask, other=-float("inf"), eviction_policy="evict_last")
+                if not ALIGNED:
+                    tail = gl.where(first * VECTOR + tail_cols < end, tail, -float("inf"))
                 m, s = _update(_widen(tail, OUT), m, s)
         for c in gl.static_range(N_CHUNKS):
             async_copy.wait_group(N_CHUNKS - 1 - c)
             x = _widen(ring.index(c).load(LAYOUT), OUT)
-            if RAGGED and c == N_CHUNKS - 1:
-                x = gl.where(mask, x, -float("inf"))
+            if c >= N_FULL or (c == 0 and not ALIGNED):
+                x = gl.where((c * CHUNK + cols >= begin) & (c * CHUNK + cols < end), x, -float("inf"))
             m, s = _update(x, m, s)
         row_max = gl.max(m, 0)
         log2_sum = gl.log2(gl.sum(s * gl.exp(m - row_max), 0))
 
         next_row = row + gl.num_programs(0)
         # After the last row the copies bring it again, and nobody reads them.
-        x_row_ptr = x_ptr + gl.minimum(next_row, n_rows - 1) * x_row_vectors * VECTOR
-        out_row_ptr = out_ptr + row * n_vectors * VECTOR
+        next_vector, next_begin = _place(gl.minimum(next_row, n_rows - 1), x_row_vectors, rest, VECTOR, ALIGNED)
+        next_row_ptr = x_ptr + next_vector * VECTOR
+        out_vector, _ = _place(row, n_vectors, rest, VECTOR, ALIGNED)
+        out_row_ptr = out_ptr + out_vector * VECTOR
         for c in gl.static_range(N_CHUNKS):
-            out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, log2_sum, IS_LOG)
-            if RAGGED and c == N_CHUNKS - 1:
-                gl.store(out_row_ptr + c * CHUNK + cols, out.to(OUT), mask=mask)
+            start = c * CHUNK_VECTORS
+            out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, log2_sum, IS_LOG).to(OUT)
+            if c >= N_FULL or (c == 0 and not ALIGNED):
+                _store(out_row_ptr + c * CHUNK + cols, out, start + vectors, numbers, begin, end, VECTOR, ALIGNED)
             else:
-                gl.store(out_row_ptr + c * CHUNK + cols, out.to(OUT))
-            _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, mask, RAGGED and c == N_CHUNKS - 1)
+                gl.store(out_row_ptr + c * CHUNK + cols, out)
+            n_left = gl.cdiv(next_begin + n_cols, VECTOR) - start
+            _copy_chunk(ring.index(c), next_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
         if TAIL_STEPS > 0:
-            for first in range(N_CHUNKS * CHUNK_STEPS * THREADS, n_vectors, TAIL_STEPS * THREADS):
-                tail_mask = (first + tail_vectors < n_vectors) & (numbers >= 0)
-                tail_ptrs = x_ptr + (row * x_row_vectors + first) * VECTOR + tail_cols
+            for first in range(N_CHUNKS * CHUNK_VECTORS, gl.cdiv(end, VECTOR), TAIL_STEPS * THREADS):
+                tail_mask = (first + tail_vectors < gl.cdiv(end, VECTOR)) & (numbers >= 0)
+                tail_ptrs = x_row_ptr + first * VECTOR + tail_cols
                 tail = gl.load(tail_ptrs, mask=tail_mask, other=-float("inf"), eviction_policy="evict_first")
-                tail_out = _result(_widen(tail, OUT), row_max, log2_sum, IS_LOG)
-                gl.store(out_row_ptr + first * VECTOR + tail_cols, tail_out.to(OUT), mask=tail_mask)
-        row = next_row
+                tail_out = _result(_widen(tail, OUT), row_max, log2_sum, IS_LOG).to(OUT)
+                tail_out_ptrs = out_row_ptr + first * VECTOR + tail_cols
+                _store(tail_out_ptrs, tail_out, first + tail_vectors, numbers, 0, end, VECTOR, ALIGNED)
+        row, x_row_ptr, begin = next_row, next_row_ptr, next_begin
     async_copy.wait_group(0)
 
 
 def supports(x: torch.Tensor, n_cols: int, row_stride: int) -> bool:
-    """Whether the kernel can take these rows, which must be 16-byte aligned, and they are long enough for it to pay."""
+    """Whether the kernel can take these rows, and they are long enough for it to pay.
+
+    Where a row of x begins between two multiples of 16 bytes, there the row of the output must begin as well.
+    """
     itemsize = x.element_size()
     # Below, tl's kernel keeps the row in registers, which has room for a 32-bit number and not only for half of one.
     at_least = {2: 16 * 1024, 4: 128 * 1024}.get(itemsize)
     return (
         at_least is not None
-        and n_cols * itemsize > at_least
-        and n_cols * itemsize % 16 == 0
-        and row_stride * itemsize % 16 == 0
+        and at_least < n_cols * itemsize < 2**31
+        and (row_stride - n_cols) * itemsize % 16 == 0
         and x.data_ptr() % 16 == 0
     )
 
 
 def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, is_log: bool) -> None:
     """Write the softmax of rows that `supports` accepts, or its logarithm, to out."""
-    row_bytes = n_cols * x.element_size()
     vector = 16 // x.element_size()
+    n_vectors, rest = divmod(n_cols, vector)
+    aligned = rest == 0
+    # Other rows can begin at the end of a vector.
+    row_bytes = (n_cols if aligned else n_cols + vector - 1) * x.element_size()
     tail_steps = 0
     # Chunks of 4 KiB; of 8 KiB where there would be many.
     if row_bytes <= 32 * 1024:
@@ -161,12 +200,12 @@ def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_st
         num_warps, chunk_steps, tail_steps = 16, 1, 4
     chunk_bytes = num_warps * 32 * 16 * chunk_steps
     n_chunks = cdiv(min(row_bytes, _SHARED_BYTES), chunk_bytes)
-    held_bytes = n_chunks * chunk_bytes
-    programs = num_multiprocessors(x.device) * min(_MAX_PROGRAMS, _SHARED_BYTES // held_bytes)
+    programs = num_multiprocessors(x.device) * min(_MAX_PROGRAMS, _SHARED_BYTES // (n_chunks * chunk_bytes))
     launch(
         _softmax_resident_fwd_kernel,
         (min(n_rows, programs),),
-        x, out, n_rows, n_cols // vector, row_stride // vector,
+        x, out, n_rows, n_vectors, row_stride // vector, rest,
         VECTOR=vector, CHUNK_STEPS=chunk_steps, N_CHUNKS=n_chunks, TAIL_STEPS=tail_steps,
-        EVEN=row_bytes >= held_bytes, IS_LOG=is_log, num_warps=num_warps,
+        N_FULL=min(n_chunks, n_cols * x.element_size() // chunk_bytes), ALIGNED=aligned, IS_LOG=is_log,
+        num_warps=num_warps,
     )  # fmt: skip
