@@ -185,6 +185,20 @@ def test_attention_scales(scale, device):
     check(q, k, v, scale=scale, window=(11, 4))
 
 
+def test_scales_too_small_for_float32_count_as_0(device):
+    q, k, v = inputs((1, 1, 9, 8), (1, 1, 12, 8), torch.float32, device)
+    check(q, k, v, scale=1e-46)
+    check(q.double(), k.double(), v.double(), scale=1e-46)
+
+
+def test_compiled_attention_takes_scales_that_vary(device):
+    compiled = torch.compile(lambda q, s: tg.attention(q, q, q, scale=s), fullgraph=True, backend="aot_eager")
+    q = torch.randn(1, 2, 4, 8, device=device)
+    for scale in (0.5, 0.25, -1.0):
+        expected = F.scaled_dot_product_attention(q, q, q, scale=scale)
+        torch.testing.assert_close(compiled(q, scale), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_scale_keeps_all_digits_in_float64(device):
     q, k, v = inputs((1, 1, 20, 8), (1, 1, 30, 8), torch.float64, device)
     check(q, k, v, scale=0.1)
@@ -251,6 +265,14 @@ def test_attention_of_nothing(shape_q, shape_k, mask, device):
     for x, like in ((out, q), (dq, q), (dk, k), (dv, v)):
         torch.testing.assert_close(x, torch.zeros_like(like))
     assert (tg.attention(q, k, v, return_lse=True)[1] == -INF).all()
+
+
+@pytest.mark.parametrize("n_kv_heads", [0, 2])
+def test_no_query_heads_for_the_keys(n_kv_heads, device):
+    q, k, v = inputs((2, 0, 5, 8), (2, n_kv_heads, 7, 8), torch.float32, device)
+    _, dq, dk, dv = with_gradients(functools.partial(tg.attention, enable_gqa=True), q, k, v, torch.randn_like(q))
+    for x, like in ((dq, q), (dk, k), (dv, v)):
+        torch.testing.assert_close(x, torch.zeros_like(like))
 
 
 # --- memory layout ---
@@ -481,6 +503,15 @@ def test_nan_in_a_key_reaches_who_may_see_it(device):
     out = tg.attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out[:, :, :50], clean[:, :, :50], rtol=0, atol=0)
     assert out[:, :, 50:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_key_that_nobody_sees_gets_no_gradient(value, dtype, device):
+    q, k, v = inputs((1, 1, 5, 8), (1, 1, 70, 8), dtype, device)
+    k[..., 6:, :] = value
+    _, dk, dv = with_gradients(functools.partial(tg.attention, is_causal=True), q, k, v, torch.ones_like(q))[1:]
+    assert dk[..., :5, :].isfinite().all() and (dk[..., 5:, :] == 0).all() and (dv[..., 5:, :] == 0).all()
 
 
 # --- gradients ---

@@ -88,6 +88,20 @@ def test_nested_vmap(pair, device):
 
 
 @PAIR
+def test_gradients_around_a_vmap(pair, device):
+    args = inputs(device, (3,))
+    ours, theirs = (gradients_of(vmap(function, (0, 0, None)), args) for function in pair)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_vmap_over_numbers(device):
+    x = torch.randn(5, device=device)
+    for transform in (vmap, lambda f: vmap(grad(f))):
+        ours, theirs = (transform(lambda x, f=f: f(x, 0)) for f in (tg.softmax, torch.softmax))
+        torch.testing.assert_close(ours(x), theirs(x), **TOLERANCE)
+
+
+@PAIR
 def test_grad(pair, device):
     def gradient(function):
         return grad(lambda *args: function(*args).square().sum(), argnums=(0, 1, 2))
@@ -172,6 +186,36 @@ def test_export(pair, dynamic, strict, device):
     torch.testing.assert_close(program.module()(*args), pair[1](*args), **TOLERANCE)
 
 
+def test_export_takes_no_size_for_a_constant(device):
+    class Module(torch.nn.Module):
+        def forward(self, x, w):
+            return tg.add(x, w)
+
+    batch = torch.export.Dim("batch", min=2, max=64)
+    args = inputs(device, (3,))[::2]
+    program = torch.export.export(Module(), args, dynamic_shapes={"x": {0: batch}, "w": None})
+    x = torch.randn(8, 4, 8, device=device)  # as many as w has
+    torch.testing.assert_close(program.module()(x, args[1]), x + args[1])
+
+
+@PAIR
+def test_compiled_vmap(pair, device):
+    torch._dynamo.reset()
+    args = inputs(device, (3,))
+    compiled = torch.compile(vmap(pair[0], (0, 0, None)), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        gradients_of(compiled, args), gradients_of(vmap(pair[1], (0, 0, None)), args), **TOLERANCE
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: of tracing, that sizes become constants
+@pytest.mark.parametrize("name", ["add", "softmax", "matmul", "layer_norm", "attention"])
+def test_jit_trace(name, device):
+    traced = torch.jit.trace(PAIRS[name][0], inputs(device, (3,)), check_trace=False)
+    args = inputs(device, (3,))
+    torch.testing.assert_close(traced(*args), PAIRS[name][1](*args), **TOLERANCE)
+
+
 TWICE = {
     "add": (lambda x: tg.add(x, x), lambda x: x + x),
     "matmul": (lambda x: tg.matmul(x, x), lambda x: x @ x),
@@ -221,6 +265,20 @@ def test_a_saved_tensor_that_changed_is_an_error(pair, device):
             result.sum().backward()
     else:
         result.sum().backward()
+
+
+@PAIR
+def test_batches_of_gradients(pair, device):
+    args = [arg.requires_grad_() for arg in inputs(device)]
+
+    def jacobian(function):
+        result = function(*args)
+        batch = torch.eye(result.numel(), device=device).view(-1, *result.shape)
+        return torch.autograd.grad(
+            result, args, batch, is_grads_batched=True, allow_unused=True, materialize_grads=True
+        )
+
+    torch.testing.assert_close(jacobian(pair[0]), jacobian(pair[1]), **TOLERANCE)
 
 
 @PAIR

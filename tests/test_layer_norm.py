@@ -1,6 +1,7 @@
 import importlib
 import math
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,6 +184,7 @@ def test_norms_accept_an_int_and_a_list(norm, device):
     function = getattr(tg, norm)
     assert torch.equal(function(x, 4), function(x, (4,)))
     assert torch.equal(function(x, [3, 4]), function(x, torch.Size((3, 4))))
+    assert torch.equal(function(x, (numpy.int64(4),)), function(x, (4,)))
 
 
 @NORMS
@@ -374,6 +376,34 @@ def test_layer_norm_gradients_of_some_inputs(wanted, device):
         assert i not in wanted or torch.equal(leaf.grad, expected[i])
 
 
+@NORMS
+def test_second_derivative_of_losses_that_are_not_linear(norm, device):
+    def second(function, *leaves):
+        weights = torch.arange(6, dtype=torch.float64, device=device)
+        loss = (function(*leaves) * weights).square().sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    x, w = (torch.randn(s, dtype=torch.float64, device=device, requires_grad=True) for s in ((4, 6), (6,)))
+    ours, torchs = (lambda x, *w, f=f: f(x, (6,), *w) for f in (getattr(tg, norm), getattr(F, norm)))
+    torch.testing.assert_close(second(ours, x, w), second(torchs, x, w))
+    torch.testing.assert_close(second(ours, x), second(torchs, x))
+
+
+def test_second_derivative_of_some_gradients(device):
+    x, w, b = (torch.randn(s, dtype=torch.float64, device=device, requires_grad=True) for s in ((4, 6), (6,), (6,)))
+    dy = torch.randn_like(x)
+
+    def second(function, *leaves):
+        first = torch.autograd.grad(function(x, (6,), w, b), leaves, dy, create_graph=True)
+        # The second sum is there for gradients that depend on nothing.
+        loss = sum(g.square().sum() for g in first) + sum(leaf.sum() for leaf in leaves)
+        return torch.autograd.grad(loss, leaves)
+
+    for leaves in ((x, w, b), (x, b), (w,), (w, b), (b,)):
+        torch.testing.assert_close(second(tg.layer_norm, *leaves), second(F.layer_norm, *leaves))
+
+
 def test_layer_norm_second_derivative_in_16_bits(device):
     x, dy, v = torch.randn(3, 4, 10, device=device).half()
     weight = torch.randn(10, device=device)
@@ -432,6 +462,7 @@ REFUSED = {
     "scalar weight": (lambda x: (x, 4, 2.0), TypeError, "weight must be a torch.Tensor, got float"),
 }
 EPS = {
+    "bool": (True, TypeError, "eps must be a Python number, got bool"),
     "NaN eps": (math.nan, ValueError, "eps must be a number, got nan"),
     "tensor eps": (torch.ones(()), TypeError, "eps must be a Python number, got Tensor"),
 }

@@ -278,9 +278,8 @@ def test_matmul_repeats_bit_for_bit():
 @pytest.fixture
 def float32_precision():
     """Sets torch's precision of float32 products for one test."""
-    before = torch.get_float32_matmul_precision()
     yield torch.set_float32_matmul_precision
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize("precision", [None, *PRECISIONS])
@@ -291,6 +290,24 @@ def test_float32_follows_the_precision(precision, setting, float32_precision):
     error = (tg.matmul(a, b, precision=precision) - a.double() @ b.double()).abs().max() / 130**0.5
     # TensorFloat-32 keeps 10 bits behind the point, float32 23; the interpreter rounds nothing to TensorFloat-32.
     assert error <= (4e-6 if (precision or setting) == "highest" else 8e-3)
+
+
+@pytest.mark.gpu
+def test_float32_follows_the_setting_of_the_backend(float32_precision):
+    # torch's newer way to say so; after it, the getter of the older one raises.
+    a, b = random(512, 512), random(512, 512)
+    errors = {}
+    for setting in ("ieee", "tf32"):
+        torch.backends.cuda.matmul.fp32_precision = setting
+        errors[setting] = (tg.matmul(a, b) - a.double() @ b.double()).abs().max()
+    assert errors["ieee"] < 1e-3 < errors["tf32"]
+
+
+def test_the_setting_of_the_backend_raises_nothing(float32_precision):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    x = random(4, 16)
+    for function in (tg.softmax, lambda x: tg.matmul(x, x.mT), lambda x: tg.attention(x, x, x)):
+        assert function(x).isfinite().all()
 
 
 @pytest.mark.gpu
@@ -452,6 +469,7 @@ def test_matmul_skips_autograd_without_gradients():
         (lambda a, b: tg.matmul(a, b[0]), ValueError, r"a.shape\[-1\] must equal b.shape\[-1\], got shapes \(2, 4\)"),
         (lambda a, b: tg.matmul(a.expand(2, 2, 4), b.expand(3, 4, 3)), ValueError, "matmul: the batch dimensions"),
         (lambda a, b: tg.matmul(a, b, activation="tanh"), ValueError, 'activation must be None, "relu".*got .tanh'),
+        (lambda a, b: tg.matmul(a, b, activation=["relu"]), ValueError, 'activation must be None, "relu".*got ..relu'),
         (lambda a, b: tg.matmul(a, b, precision="low"), ValueError, "matmul: precision must be None, .*got 'low'"),
         (lambda a, b: tg.matmul(a, b, bias=1.0), TypeError, "matmul: bias must be a torch.Tensor, got float"),
         (lambda a, b: tg.matmul(a, b, bias=b[0].half()), TypeError, "bias must have the result's dtype, float32, got"),
@@ -503,9 +521,11 @@ def test_matmul_compiles_with_dynamic_shapes():
 def test_matmul_opcheck():
     operator = torch.ops.triton_gallery.matmul.default
     a, b, bias = random(2, 5, 7), random(2, 7, 4), random(4)
-    torch.library.opcheck(operator, (a, b, bias, "gelu", None, True))
-    torch.library.opcheck(operator, (a, b.mT.contiguous().mT, None, None, "high", False))
-    torch.library.opcheck(operator, (a[:0], b[:0], None, None, None, False))
+    torch.library.opcheck(operator, (a, b, bias, "gelu", None))
+    torch.library.opcheck(operator, (a, b.mT.contiguous().mT, None, None, "high"))
+    torch.library.opcheck(operator, (a[:0], b[:0], None, None, None))
+    operator = torch.ops.triton_gallery.matmul_and_pre.default
+    torch.library.opcheck(operator, (a, b, bias, "gelu", None))
 
 
 @pytest.mark.parametrize("a_dtype", named([torch.float32, torch.float16]))

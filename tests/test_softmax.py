@@ -440,7 +440,7 @@ def test_softmax_refuses_a_dim_that_x_lacks(op, shape, dim, text, device):
 
 
 @OPS
-@pytest.mark.parametrize("dim", [0.0, None, (0, 1)], ids=repr)
+@pytest.mark.parametrize("dim", [0.0, None, (0, 1), True], ids=repr)
 def test_softmax_refuses_a_dim_that_is_no_int(op, dim, device):
     with pytest.raises(TypeError, match=f"^{op}: dim must be an int, got {type(dim).__name__}$"):
         ours(op, torch.ones(2, 3, device=device), dim)

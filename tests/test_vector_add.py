@@ -199,6 +199,18 @@ def test_add_keeps_every_digit_of_alpha():
     assert tg.add(x, y, alpha=2**60 + 1).tolist() == [2**60 + 2, 3 * 2**60 + 5]
 
 
+def test_add_of_bools_is_or_whatever_the_factor():
+    x, y = torch.tensor([[True], [False]], device=DEVICE), torch.tensor([True, False], device=DEVICE)
+    for alpha in (-1, 0, 2, True):
+        assert torch.equal(tg.add(x, y, alpha=alpha), torch.add(x, y, alpha=alpha))
+
+
+def test_add_of_a_number_too_large_for_the_dtype():
+    x = torch.ones(2, dtype=torch.int32, device=DEVICE)
+    for number in (1e300, -1e300, float("nan")):
+        torch.testing.assert_close(tg.add(x, number), x + number, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_add_wraps_around_as_torch(dtype):
     info = torch.iinfo(dtype)

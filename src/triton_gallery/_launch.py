@@ -70,12 +70,22 @@ def is_transformed() -> bool:
 
 def is_tracing() -> bool:
     """Whether torch.compile, another tracer or a transform, not the device, will get what is called now."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or is_transformed()
+        or torch._C._is_tracing()
+    )
 
 
 def _is_plain(x: torch.Tensor) -> bool:
     """Whether x's memory holds its elements, as no view with a pending sign and no wrapper's does."""
-    return type(x) in _TENSORS and not x.is_neg() and not x._is_zerotensor()
+    return (
+        type(x) in _TENSORS
+        and not x.is_neg()
+        and not x._is_zerotensor()
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+    )
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -121,22 +131,32 @@ def operator(fake: Callable, replay: bool = True, vmap: Callable | None = None) 
 
     def decorate(launcher: Callable) -> Callable:
         name = launcher.__name__.removeprefix("_")
-        torch.library.custom_op(f"triton_gallery::{name}", launcher, mutates_args=()).register_fake(fake)
+        registered = torch.library.custom_op(f"triton_gallery::{name}", launcher, mutates_args=())
+        registered.register_fake(fake)
         overload = getattr(torch.ops.triton_gallery, name).default
         eager = replayed(launcher) if replay else launcher
 
         @functools.wraps(launcher)
         def call(*args):
-            if is_transformed():
-                return call.transformed.apply(*args)
-            if is_tracing() or not all(_is_plain(arg) for arg in args if isinstance(arg, torch.Tensor)):
+            # What is compiled finds the rule of a vmap at the operator, which then takes itself out of the way.
+            if torch.compiler.is_compiling() or _dispatch_key_is_excluded(_VMAP):
                 return overload(*args)
-            return eager(*args)
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            # The rule of a vmap calls with tensors that autograd, around it, has to follow.
+            if is_transformed() or needs_autograd(*tensors):
+                return call.transformed.apply(*args)
+            return eager(*args) if all(map(_is_plain, tensors)) and not is_tracing() else overload(*args)
 
-        call.transformed = _transformed(call, vmap or functools.partial(one_by_one, call))
+        rule = vmap or functools.partial(one_by_one, call)
+        registered.register_vmap(rule)
+        call.registered, call.transformed = registered, _transformed(call, rule)
         return call
 
     return decorate
+
+
+_VMAP = torch._C.DispatchKey.FuncTorchBatched
+_dispatch_key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 def _transformed(op: Callable, rule: Callable) -> type:
@@ -148,8 +168,7 @@ def _transformed(op: Callable, rule: Callable) -> type:
     class Transformed(torch.autograd.Function):
         @staticmethod
         def forward(*args):
-            result = op(*args)
-            return tuple(result) if isinstance(result, list) else result
+            return op(*args)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -159,16 +178,14 @@ def _transformed(op: Callable, rule: Callable) -> type:
         def backward(ctx, *grads):
             raise NotImplementedError(f"triton_gallery.{op.__name__.removeprefix('_')} has no derivative")
 
-        @staticmethod
-        def vmap(info, in_dims, *args):
-            outputs, out_dims = rule(info, in_dims, *args)
-            return (tuple(outputs), (0,) * len(outputs)) if isinstance(outputs, (tuple, list)) else (outputs, out_dims)
+        vmap = staticmethod(rule)
 
     return Transformed
 
 
 def differentiable(op: Callable, function: type) -> None:
-    """Let the transforms of ``torch.func`` differentiate `op` as `function`, by its methods `setup` and `backward`."""
+    """Let what traces and transforms differentiate `op` as `function`, by its methods `setup` and `backward`."""
+    op.registered.register_autograd(function.backward, setup_context=function.setup)
     op.transformed.setup_context = staticmethod(function.setup)
     op.transformed.backward = staticmethod(function.backward)
 
@@ -180,7 +197,7 @@ def one_by_one(op: Callable, info, in_dims: tuple, *args) -> tuple:
         results.append(op(*(arg if d is None else arg.select(d, i) for arg, d in zip(args, in_dims, strict=True))))
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results), 0
-    return tuple(map(torch.stack, zip(*results, strict=True))), None
+    return tuple(map(torch.stack, zip(*results, strict=True))), 0
 
 
 def batch_first(x: torch.Tensor | None, dim: int | None, batch_size: int) -> torch.Tensor | None:
@@ -201,6 +218,12 @@ def aligned_batches(tensors: tuple[torch.Tensor, ...], in_dims: tuple) -> list[t
         return x.reshape(x.shape[0], *(1,) * (ndim + 1 - x.ndim), *x.shape[1:])
 
     return [align(x, d) for x, d in zip(tensors, in_dims, strict=True)]
+
+
+def allows_tf32() -> bool:
+    """Whether torch allows float32 products on a GPU to round their factors to TensorFloat-32."""
+    # What torch.backends.cuda.matmul.fp32_precision says, by whichever of torch's settings, in a quarter of the time.
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -388,7 +411,7 @@ def replayed(function: Callable) -> Callable:
             return function(*args, **kwargs)
         if forward_ad._current_level >= 0:
             return function(*args, **kwargs)
-        key = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), *kwargs]
+        key = [allows_tf32(), torch.are_deterministic_algorithms_enabled(), *kwargs]
         tensors, addresses = [], []
         grad_enabled = torch.is_grad_enabled()
         for arg in (*args, *kwargs.values()) if kwargs else args:
@@ -398,7 +421,10 @@ def replayed(function: Callable) -> Callable:
                     return function(*args, **kwargs)
                 if arg.is_neg() or arg.is_nested or arg._is_zerotensor():
                     return function(*args, **kwargs)
-                address = arg.data_ptr()
+                try:
+                    address = arg.data_ptr()
+                except NotImplementedError:  # a batch of gradients, which has no memory of its own
+                    return function(*args, **kwargs)
                 tensors.append(arg)
                 addresses.append(address)
                 # The last part tells x, x from x, y: whoever records sees no more than addresses.

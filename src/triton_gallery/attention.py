@@ -9,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper
 from ._launch import (
+    allows_tf32,
     apply,
     autocast,
     batch_first,
@@ -383,6 +384,8 @@ def _attention_bwd_dkdv_kernel(
                 # Keys along the first axis: p and ds then already lie as the products for dv and dk need them.
                 s = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
                 p = tl.exp2(s * scale_log2 - lse_tile[None, :])
+                # Past the end, 0 even for a key of NaN.
+                p = tl.where(lse_tile[None, :] == float("inf"), 0.0, p)
                 if part != 1:
                     rows = start_m + tl.arange(0, BLOCK_M)
                     p = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER).T, p, 0.0)
@@ -605,12 +608,11 @@ def _clamp(seq_q: int, seq_k: int, lower: int | None, upper: int | None) -> tupl
 
 
 def _precision(dtype: torch.dtype, align: int) -> str:
-    """float32 products are exact to their rounding, unless torch.set_float32_matmul_precision allows TF32.
+    """float32 products are exact to their rounding, unless torch's settings allow TF32.
 
     TF32 is left to rows that are 16-byte aligned, for the reason that `_for_tma` gives.
     """
-    allowed = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if allowed and align == 4 else "ieee"
+    return "tf32" if dtype == torch.float32 and align == 4 and allows_tf32() else "ieee"
 
 
 def _fits_hopper(q, k, v, scale: float, lower: int | None, upper: int | None) -> bool:
@@ -693,6 +695,9 @@ def _attention_bwd(
     lse: torch.Tensor, scale: float, lower: int | None, upper: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dq, dk, dv = _empty_backward(dout, dlse, q, k, v, out, lse, scale, lower, upper)
+    if lse.numel() == 0:
+        # No query, and no number of query heads to share keys among.
+        return dq, dk.zero_(), dv.zero_()
     # A vmap may bring it expanded.
     lse = lse.contiguous()
     batch, n_heads, seq_q, head_dim = q.shape
@@ -733,13 +738,12 @@ def _attention_bwd(
             _descriptor(dout, m, block_dv), _descriptor(lse_log2, m), _descriptor(delta, m),
         )  # fmt: skip
 
-    if lse.numel() > 0:
-        launch(
-            _attention_bwd_preprocess_kernel,
-            (padded_seq_q // _PREPROCESS_ROWS * batch * n_heads,),
-            out, dout, lse, dlse, delta, lse_log2, seq_q, padded_seq_q, n_heads, out.stride(), dout.stride(),
-            HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _attention_bwd_preprocess_kernel,
+        (padded_seq_q // _PREPROCESS_ROWS * batch * n_heads,),
+        out, dout, lse, dlse, delta, lse_log2, seq_q, padded_seq_q, n_heads, out.stride(), dout.stride(),
+        HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
+    )  # fmt: skip
     if dk.numel() > 0:
         config = _config("dkdv", max(block_d, block_dv), q.dtype, q.device, use_tma)
         launch(
@@ -775,9 +779,9 @@ class _Attention(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def setup(ctx, inputs, outputs):
+    def setup(ctx, inputs, output):
         q, k, v, *ctx.constants = inputs
-        ctx.save_for_backward(q, k, v, *outputs)
+        ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -891,6 +895,8 @@ def attention(
     q, k, v, shape = _as_4d(q, k, v, enable_gqa)
     scale = _checked_scale(scale, q.shape[-1])
     lower, upper = _limits(q.shape[2], k.shape[2], is_causal, window, causal_alignment)
+    if abs(scale) < torch.finfo(torch.float32).tiny and q.dtype != torch.float64:
+        scale = 0.0
     if scale <= 0:
         # The kernels take the largest score before they scale it, which only a positive factor allows.
         q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
@@ -920,7 +926,8 @@ def _as_4d(
         raise ValueError(f"attention: v must have k's length {k.shape[-2]}, got {v.shape[-2]}")
     heads = {name: x.shape[-3] if x.dim() > 2 else 1 for name, x in named.items()}
     if enable_gqa:
-        if heads["k"] != heads["v"] or heads["k"] == 0 or heads["q"] % heads["k"] != 0:
+        divides = heads["q"] % heads["k"] == 0 if heads["k"] else heads["q"] == 0
+        if heads["k"] != heads["v"] or not divides:
             raise ValueError(
                 "attention: k and v must have equally many heads, and q a multiple of that, with enable_gqa=True, "
                 f"got {heads['q']}, {heads['k']} and {heads['v']} heads"
@@ -960,7 +967,8 @@ def _checked_scale(scale: float | None, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"attention: scale must be a number or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    # Infinity and NaN alone; torch.compile cannot trace math.isfinite of a number that it treats as dynamic.
+    if scale - scale != 0:
         raise ValueError(f"attention: scale must be finite, got {scale}")
     return float(scale)
 

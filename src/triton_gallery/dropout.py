@@ -150,7 +150,7 @@ class _Dropout(torch.autograd.Function):
         return _dropout(x, seed, seed_tensor, p)
 
     @staticmethod
-    def setup(ctx, inputs, out):
+    def setup(ctx, inputs, output):
         _, ctx.seed, seed_tensor, ctx.p = inputs
         ctx.save_for_backward(seed_tensor)
 

@@ -434,9 +434,9 @@ class _LayerNorm(torch.autograd.Function):
         return outputs[0]
 
     @staticmethod
-    def setup(ctx, inputs, outputs):
+    def setup(ctx, inputs, output):
         x, weight, bias, ctx.n_cols, ctx.eps, _, _ = inputs
-        _, mean, rstd = outputs
+        _, mean, rstd = output
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.weight_shape, ctx.bias_shape = (None if t is None else t.shape for t in (weight, bias))
         ctx.dw_dtype = weight.dtype if ctx.needs_input_grad[1] else None
@@ -473,13 +473,20 @@ class _LayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        inputs = ctx.saved_tensors
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
+            # Views, which end where they begin: dy may itself have been computed from x.
+            inputs = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
             outputs = _gradients_in_torch(*inputs, ctx.n_cols, ctx.eps, ctx.subtract_mean)
-            pairs = [(out.to(g.dtype), g) for out, g, wanted in zip(outputs, grads, ctx.wanted, strict=True) if wanted]
+            pairs = [
+                (out.to(g.dtype), g)
+                for out, g, wanted in zip(outputs, grads, ctx.wanted, strict=True)
+                if wanted and out.requires_grad
+            ]
         needed = [i for i in range(3) if ctx.needs_input_grad[i]]
         results = [None] * 9
+        if not pairs:
+            return tuple(results)
         outputs, grads = zip(*pairs, strict=True)
         found = torch.autograd.grad(
             outputs, [inputs[i] for i in needed], grads, create_graph=create_graph, allow_unused=True
@@ -534,13 +541,13 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     check_same_device(op, x=x, weight=weight, bias=bias)
     if eps is None:
         eps = torch.finfo(_compute_dtype(x)).eps
-    if not isinstance(eps, (int, float)):
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}")
     # NaN alone differs from itself; torch.compile cannot trace math.isnan of a number that it treats as dynamic.
     if eps != eps:
         raise ValueError(f"{op}: eps must be a number, got {eps}")
     subtract_mean = op == "layer_norm"
-    arguments = x, weight, bias, math.prod(normalized_shape), eps, subtract_mean, out_dtype
+    arguments = x, weight, bias, math.prod(x.shape[-len(normalized_shape) :]), eps, subtract_mean, out_dtype
     return apply(_LayerNorm, *arguments) if needs_autograd(x, weight, bias) else _layer_norm_fwd(*arguments)[0]
 
 

@@ -10,6 +10,7 @@ from . import hopper
 from ._launch import (
     FLOATS,
     aligned_batches,
+    allows_tf32,
     apply,
     autocast,
     broadcast,
@@ -190,49 +191,63 @@ def _result_dtype(dtype: torch.dtype) -> torch.dtype:
 def _is_reduced(dtype: torch.dtype, precision: str | None) -> bool:
     """Whether products may be added with fewer bits than float32 has; only float32 and float8 leave a choice."""
     if precision is None and dtype == torch.float32:
-        precision = torch.get_float32_matmul_precision()
+        return allows_tf32()
     return precision in ("high", "medium") and dtype in (torch.float32, *_FLOAT8)
 
 
-def _empty_outputs(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    precision: str | None,
-    save_pre: bool,
-) -> list[torch.Tensor]:
+def _empty_output(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None, precision: str | None
+) -> torch.Tensor:
     batch_shape = broadcast(a.shape[:-2], b.shape[:-2])
     if batch_shape is None:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ValueError(f"matmul: the batch dimensions of a and b must broadcast, got shapes {shapes}")
     shape = (*batch_shape, a.shape[-2], b.shape[-1])
-    return [torch.empty(shape, dtype=_result_dtype(a.dtype), device=a.device) for _ in range(1 + save_pre)]
+    return torch.empty(shape, dtype=_result_dtype(a.dtype), device=a.device)
 
 
-def _vmap(info, in_dims, a, b, bias, *options):
+def _vmap(op, info, in_dims, a, b, bias, *options):
     if in_dims[2] is not None:
-        return one_by_one(_matmul, info, in_dims, a, b, bias, *options)
-    return _matmul(*aligned_batches((a, b), in_dims[:2]), bias, *options), 0
+        return one_by_one(op, info, in_dims, a, b, bias, *options)
+    return op(*aligned_batches((a, b), in_dims[:2]), bias, *options), 0
 
 
-@operator(fake=_empty_outputs, vmap=_vmap)
+@operator(fake=_empty_output, vmap=lambda *args: _vmap(_matmul, *args))
 def _matmul(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None, precision: str | None
+) -> torch.Tensor:
+    out = _empty_output(a, b, bias, activation, precision)
+    _multiply(a, b, bias, activation, precision, out, None)
+    return out
+
+
+def _empty_outputs(*args) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_output(*args), _empty_output(*args)
+
+
+@operator(fake=_empty_outputs, vmap=lambda *args: _vmap(_matmul_and_pre, *args))
+def _matmul_and_pre(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None, precision: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the values before the activation as well."""
+    out, pre = _empty_outputs(a, b, bias, activation, precision)
+    _multiply(a, b, bias, activation, precision, out, pre)
+    return out, pre
+
+
+def _multiply(
     a: torch.Tensor,  # (..., M, K)
     b: torch.Tensor,  # (..., K, N)
     bias: torch.Tensor | None,  # (N,)
     activation: str | None,
     precision: str | None,
-    save_pre: bool,
-) -> list[torch.Tensor]:
-    """The result, and with `save_pre` the values before the activation as well."""
+    out: torch.Tensor,  # (..., M, N)
+    pre: torch.Tensor | None,  # (..., M, N): the values before the activation, where they are wanted
+) -> None:
     if torch.float8_e4m3fn in (a.dtype, b.dtype) and 0 < cuda_arch(a.device) < 89:
         raise ValueError("matmul: a and b must not be float8_e4m3fn on NVIDIA GPUs before compute capability 8.9")
-    outputs = _empty_outputs(a, b, bias, activation, precision, save_pre)
-    out = outputs[0]
     if out.numel() == 0:
-        return outputs
-    pre = outputs[1] if save_pre else None
+        return
     (M, N), K = out.shape[-2:], a.shape[-1]
     n_matrices = out.numel() // (M * N)
     batch_shape = out.shape[:-2]
@@ -250,7 +265,7 @@ def _matmul(
         if tma.supports(a, b, out, batch):
             fastest = hopper.load("matmul_specialized") or tma
             fastest.multiply(a, b, bias, out, pre, activation, reduced, batch)
-            return outputs
+            return
     config = _config(M, N, n_matrices, a.element_size(), wide, a.device)
     launch(
         _matmul_kernel,
@@ -266,7 +281,6 @@ def _matmul(
         # Hopper's matrix unit keeps sums of float8 products in fewer than 24 bits: add those of each block in float32.
         MAX_NUM_IMPRECISE_ACC=config["BLOCK_K"] if a.dtype in _FLOAT8 and not reduced else None,
     )  # fmt: skip
-    return outputs
 
 
 def _silu_backward(dout: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
@@ -292,16 +306,17 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         # The values before the activation are an output where they are saved: a second derivative flows through them.
-        outputs = _matmul(*inputs)
+        outputs = (_matmul_and_pre if inputs[3] in _SAVES_PRE else _matmul)(*inputs)
         _Matmul.setup(ctx, inputs, outputs)
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
-    def setup(ctx, inputs, outputs):
-        a, b, bias, ctx.activation, ctx.precision, _ = inputs
+    def setup(ctx, inputs, output):
+        a, b, bias, ctx.activation, ctx.precision = inputs
         ctx.set_materialize_grads(False)
         ctx.bias_shape = None if bias is None else bias.shape
-        ctx.save_for_backward(a, b, None if ctx.activation is None else outputs[-1])
+        saved = output if isinstance(output, torch.Tensor) else output[1]
+        ctx.save_for_backward(a, b, None if ctx.activation is None else saved)
 
     @staticmethod
     def backward(ctx, dout, dpre=None):
@@ -317,17 +332,20 @@ class _Matmul(torch.autograd.Function):
                 db = _differentiable(a.mT, dpre, None, None, ctx.precision).sum_to_size(b.shape)
             if ctx.needs_input_grad[2]:
                 dbias = dpre.sum_to_size(ctx.bias_shape)
-        return da, db, dbias, None, None, None
+        return da, db, dbias, None, None
 
 
 differentiable(_matmul, _Matmul)
+differentiable(_matmul_and_pre, _Matmul)
 
 
 def _differentiable(a, b, bias, activation, precision):
-    differentiated = needs_autograd(a, b, bias)
-    save_pre = activation in _SAVES_PRE and (differentiated or is_transformed())
-    arguments = a, b, bias, activation, precision, save_pre
-    return (apply(_Matmul, *arguments) if differentiated else _matmul(*arguments))[0]
+    arguments = a, b, bias, activation, precision
+    if needs_autograd(a, b, bias):
+        result = apply(_Matmul, *arguments)
+    else:
+        result = (_matmul_and_pre if is_transformed() and activation in _SAVES_PRE else _matmul)(*arguments)
+    return result if isinstance(result, torch.Tensor) else result[0]
 
 
 @replayed
@@ -376,7 +394,7 @@ def matmul(
                 [3., 4.]])
     """
     a, b, bias = _checked_operands(a, b, bias)
-    if activation not in _ACTIVATION_BACKWARD and activation is not None:
+    if activation is not None and (not isinstance(activation, str) or activation not in _ACTIVATION_BACKWARD):
         names = ", ".join(f'"{name}"' for name in _ACTIVATION_BACKWARD)
         raise ValueError(f"matmul: activation must be None, {names}, got {activation!r}")
     if precision not in (None, "highest", "high", "medium"):

@@ -368,7 +368,9 @@ def _empty_output(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -
 
 
 def _vmap_fwd(info, in_dims, x, dim, *options):
-    return _softmax_fwd(batch_first(x, in_dims[0], info.batch_size), dim + 1, *options), 0
+    x = batch_first(x, in_dims[0], info.batch_size)
+    # A batch of numbers has a row in each.
+    return _softmax_fwd(x if x.ndim > 1 else x[:, None], dim + 1, *options).view(x.shape), 0
 
 
 @operator(fake=_empty_output, vmap=_vmap_fwd)
@@ -386,6 +388,8 @@ def _empty_gradient(y: torch.Tensor, dy: torch.Tensor, dim: int, dtype: torch.dt
 
 def _vmap_bwd(info, in_dims, y, dy, dim, *options):
     y, dy = (batch_first(t, d, info.batch_size) for t, d in zip((y, dy), in_dims, strict=False))
+    if y.ndim == 1:
+        return _softmax_bwd(y[:, None], dy[:, None], 1, *options).squeeze(1), 0
     return _softmax_bwd(y, dy, dim + 1, *options), 0
 
 
@@ -409,9 +413,9 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    def setup(ctx, inputs, y):
+    def setup(ctx, inputs, output):
         x, ctx.dim, _, ctx.is_log = inputs
-        ctx.save_for_backward(y)
+        ctx.save_for_backward(output)
         ctx.x_dtype = x.dtype
 
     @staticmethod
@@ -431,7 +435,7 @@ class _SoftmaxGrad(torch.autograd.Function):
         return _softmax_bwd(y, dy, dim, x_dtype, is_log)
 
     @staticmethod
-    def setup(ctx, inputs, dx):
+    def setup(ctx, inputs, output):
         y, dy, ctx.dim, _, ctx.is_log = inputs
         ctx.save_for_backward(y, dy)
 
@@ -465,7 +469,7 @@ def _apply(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log
         raise TypeError(f"{op}: dtype must be None, float16, bfloat16, float32 or float64, got {dtype}")
     if dtype is None and x.dtype not in FLOATS:
         raise TypeError(f"{op}: x must be floating-point, got {x.dtype}; pass dtype=torch.float32 to convert it first")
-    if not isinstance(dim, int):
+    if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}")
     n_dims = max(x.ndim, 1)
     if not -n_dims <= dim < n_dims:
@@ -493,7 +497,8 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     .. math:: \text{out}_i = \frac{e^{x_i - \max_j x_j}}{\sum_k e^{x_k - \max_j x_j}}
 
     Args:
-        x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given an integer dtype or bool.
+        x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given bool, uint8 or a signed
+            integer dtype.
         dim: the dimension along which the numbers of each row sum to 1; of any length.
         dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 
@@ -509,9 +514,9 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row stays in registers and is read once, longer ones twice,
         the second time from the L2 cache while it fits there. On Hopper up to 216 KiB of a 16-bit or float32 row wait
-        in shared memory instead, where rows begin at multiples of 16 bytes. Rows that are not dense in memory, as with
-        any dim but the last, are read where they lie, in tiles. The result repeats bit for bit. The gradient has
-        kernels of its own and can be differentiated again.
+        in shared memory instead, if x is 16-byte aligned and so is the distance from a row's end to the next row. Rows
+        that are not dense in memory, as with any dim but the last, are read where they lie, in tiles. The result
+        repeats bit for bit. The gradient has kernels of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery
@@ -531,7 +536,8 @@ def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = N
     .. math:: \text{out}_i = x_i - \max_j x_j - \log \sum_k e^{x_k - \max_j x_j}
 
     Args:
-        x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given an integer dtype or bool.
+        x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given bool, uint8 or a signed
+            integer dtype.
         dim: the dimension along which the exponentials of each row sum to 1; of any length.
         dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 

@@ -1,5 +1,7 @@
 """Vector addition: the first kernel, and what it takes to make it a torch function."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -79,7 +81,8 @@ def _add_strided_kernel(
 
 def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
     """The output's memory, laid out as the first of x and y that has the full shape; contiguous when neither has."""
-    shape = x.shape if x.shape == y.shape else broadcast(x.shape, y.shape)
+    # torch.export would take an outer size that equals an inner one, which == looks at, for a constant.
+    shape = x.shape if x.ndim == y.ndim and x.shape == y.shape else broadcast(x.shape, y.shape)
     if shape is None:
         shapes = f"{tuple(x.shape)} and {tuple(y.shape)}"
         raise ValueError(f"add: x and y must have shapes that broadcast, got {shapes}")
@@ -89,7 +92,7 @@ def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -
     if isinstance(alpha, bool) and dtype != torch.bool:
         raise TypeError(f"add: alpha must be an int or a float when the result is {dtype}, got {alpha}")
     for t in (x, y):
-        if t.shape == shape:
+        if t.ndim == len(shape) and t.shape == shape:
             return torch.empty_like(t, dtype=dtype)
     return torch.empty(shape, dtype=dtype, device=x.device)
 
@@ -114,6 +117,9 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     order = sorted(range(out.ndim), key=out.stride, reverse=True)
     strides = (t.expand(out.shape).permute(order).stride() for t in (x, y))
     shape, (x_strides, y_strides) = collapse(out.permute(order).shape, *strides)
+    if out.dtype == torch.bool:
+        # Or, whatever the number: x + alpha * y would be 0 for True, True and -1.
+        alpha = bool(alpha)
     # A one-element tensor keeps all of alpha's digits, where a kernel argument would round it to float32.
     alpha = torch.full((), alpha, dtype=torch.float64 if out.is_floating_point() else torch.int64, device=out.device)
     launch(
@@ -132,6 +138,8 @@ def _number_tensor(number: float, x: torch.Tensor) -> torch.Tensor:
     else:
         dtype = torch.bool if isinstance(number, bool) and x.dtype == torch.bool else torch.int64
         number = number - 2**64 if number >= 2**63 else number
+    if dtype.is_floating_point and abs(number) > torch.finfo(dtype).max:
+        number = math.copysign(math.inf, number)
     y = torch.full((), number, dtype=dtype, device=x.device)
     # Beside dimensions, a 0-d tensor never widens within its category; beside another 0-d tensor it would.
     same_category = x.dtype != torch.bool and x.is_floating_point() == y.is_floating_point()
@@ -151,7 +159,7 @@ class _Add(torch.autograd.Function):
         return _add(x, y, alpha)
 
     @staticmethod
-    def setup(ctx, inputs, out):
+    def setup(ctx, inputs, output):
         x, y, ctx.alpha = inputs
         ctx.x_meta, ctx.y_meta = (x.shape, x.dtype), (y.shape, y.dtype)
 

@@ -53,7 +53,7 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) ->
     )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _schedule(n_tiles, n_heads, rows, seq_kv, head_dim, is_causal, device):
     """An int32 table (programs, width): the tiles of each program, −1 after the last.
 
