@@ -391,6 +391,29 @@ def test_gradients_in_a_cuda_graph(pair, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_attention_compiled_into_cuda_graphs(head_dim, device):
+    torch._dynamo.reset()
+
+    def function(x, w):
+        q, k, v = (x @ w).view(2, 150, 3, 2, head_dim).permute(2, 0, 3, 1, 4)
+        return tg.attention(q, k, v, is_causal=True).sum(1)
+
+    compiled = torch.compile(function, mode="reduce-overhead")
+    for _ in range(4):
+        x = torch.randn(2, 150, 64, device=device, dtype=torch.float16, requires_grad=True)
+        w = torch.randn(64, 6 * head_dim, device=device, dtype=torch.float16).div(8).requires_grad_()
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(x, w)
+        grads = [g.clone() for g in torch.autograd.grad(out, (x, w), torch.ones_like(out))]
+        expected = function(x, w)
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(
+            grads, list(torch.autograd.grad(expected, (x, w), torch.ones_like(out))), rtol=0.02, atol=0.1
+        )
+
+
+@pytest.mark.gpu
 @PAIR
 def test_another_stream(pair, device):
     args = inputs(device, (2,))

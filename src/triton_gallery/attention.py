@@ -384,11 +384,11 @@ def _attention_bwd_dkdv_kernel(
                 # Keys along the first axis: p and ds then already lie as the products for dv and dk need them.
                 s = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
                 p = tl.exp2(s * scale_log2 - lse_tile[None, :])
-                # Past the end, 0 even for a key of NaN.
-                p = tl.where(lse_tile[None, :] == float("inf"), 0.0, p)
                 if part != 1:
                     rows = start_m + tl.arange(0, BLOCK_M)
-                    p = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER).T, p, 0.0)
+                    allowed = _is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER)
+                    # Past the end p is NaN for a key of NaN, which may be one that no query sees.
+                    p = tl.where((allowed & (rows < seq_q)[:, None]).T, p, 0.0)
                 dout_tile = _load_tile(
                     dout, dout_strides, batch, head, start_m, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, USE_TMA
                 )
