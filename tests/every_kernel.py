@@ -36,6 +36,7 @@ CALLS = [
     (tg.softmax, [random(300, 20001)]),
     (tg.log_softmax, [random(3, 110592)]),
     (tg.softmax, [random(2, 70001, dtype=F32)]),
+    (tg.softmax, [random(2, 20001, dtype=F64)]),
     (lambda x: tg.softmax(x, 1), [random(3, 301, 33)]),
     (lambda x: tg.softmax(x, 0), [random(3001, 7, dtype=F32)]),
     (lambda x: tg.dropout(x, 0.3), [random(1001)]),
@@ -68,6 +69,8 @@ CALLS = [
 attention_module = importlib.import_module("triton_gallery.attention")
 empty_as = attention_module._empty_as
 attention_module._empty_as = lambda *args: empty_as(*args).zero_()
+empty_strided = torch.empty_strided  # of calls that are replayed
+torch.empty_strided = lambda *args, **kwargs: empty_strided(*args, **kwargs).zero_()
 
 
 def run_all() -> None:

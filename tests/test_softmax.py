@@ -121,7 +121,7 @@ def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
     wide = torch.randn(800 if n_cols < 70_000 else 300, n_cols + 24, device=device).mul(3).to(dtype)
     x = wide[:, 16:-8]
     if dtype != torch.float32 or n_cols > 32_768:
-        assert hopper.load("softmax").supports(x, n_cols, n_cols + 24)
+        assert hopper.load("softmax").supported_rows(x, len(x), n_cols, n_cols + 24) == len(x)
     check(op, x)
     x[1] = -INF
     x[2, -1], x[3, 0], x[4, n_cols // 2] = NAN, INF, -INF
@@ -129,6 +129,14 @@ def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
     x[6] *= 3e3
     y, reference = ours(op, x), torchs(op, x.double())
     assert_as_accurate_as_torch(y, torchs(op, x), reference, floor=FLOOR)
+
+
+@pytest.mark.gpu
+@OPS
+@pytest.mark.parametrize("n_rows", [1, 2, 301, 304])
+def test_the_last_row_ends_with_the_memory(op, n_rows, device):
+    check(op, torch.randn(n_rows, 20_001, device=device).mul(3).half())
+    check(op, torch.randn(n_rows, 20_007, device=device).mul(3).half()[:, :-6])
 
 
 @pytest.mark.parametrize("n_cols", [70_003, pytest.param(3_000_003, marks=pytest.mark.gpu)])

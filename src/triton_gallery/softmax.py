@@ -325,9 +325,13 @@ def _launch_rows(
 
     if len(inputs) == 1 and is_hopper(out.device):
         resident = hopper.load("softmax")
-        if resident is not None and resident.supports(*inputs, n_cols, row_strides[0][0]):
-            resident.forward(*inputs, out, n_rows, n_cols, row_strides[0][0], is_log)
-            return
+        n_first = resident.supported_rows(*inputs, n_rows, n_cols, row_strides[0][0]) if resident is not None else 0
+        if n_first > 0:
+            resident.forward(*inputs, out, n_first, n_cols, row_strides[0][0], is_log)
+            if n_first == n_rows:
+                return
+            inputs, out = (_row(*inputs, n_first, n_cols, row_strides[0][0]),), _row(out, n_first, n_cols, n_cols)
+            n_rows = 1
 
     args = (*inputs, out, n_rows, n_cols, *(s[0] for s in row_strides[:-1]))
     block_cols = next_power_of_2(n_cols)
@@ -346,6 +350,10 @@ def _launch_rows(
     grid = (min(n_rows, rows_per_processor * n_processors),)
     block_cols = _ONLINE_BLOCK_BYTES // inputs[0].element_size()
     launch(online, grid, *args, BLOCK_COLS=block_cols, num_warps=16, **meta)
+
+
+def _row(x: torch.Tensor, i: int, n_cols: int, row_stride: int) -> torch.Tensor:
+    return x.as_strided((1, n_cols), (row_stride, 1), x.storage_offset() + i * row_stride)
 
 
 def _num_warps(n_bytes: int) -> int:

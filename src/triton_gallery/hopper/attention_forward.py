@@ -10,6 +10,7 @@ Source: Shah et al., FlashAttention-3 (2024), for overlapping the softmax with t
 
 import functools
 import heapq
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -82,7 +83,9 @@ def _schedule(n_tiles, n_heads, rows, seq_kv, head_dim, is_causal, device):
             heapq.heappush(free_at, (time + n_kv_tiles + 0.6, program))
     width = max(map(len, lists)) + 1
     table = torch.tensor([tiles + [-1] * (width - len(tiles)) for tiles in lists], dtype=torch.int32)
-    return table.to(device)
+    # torch.compile, when it prepares a CUDA graph, takes what its thread allocates for a part of the graph.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(table.to, device).result()
 
 
 @gluon.jit

@@ -167,24 +167,26 @@ def _softmax_resident_fwd_kernel(
     async_copy.wait_group(0)
 
 
-def supports(x: torch.Tensor, n_cols: int, row_stride: int) -> bool:
-    """Whether the kernel can take these rows, and they are long enough for it to pay.
+def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -> int:
+    """How many rows, from the first, the kernel can take; none where they are too short for it to pay.
 
     Where a row of x begins between two multiples of 16 bytes, there the row of the output must begin as well.
     """
     itemsize = x.element_size()
     # Below, tl's kernel keeps the row in registers, which has room for a 32-bit number and not only for half of one.
     at_least = {2: 16 * 1024, 4: 128 * 1024}.get(itemsize)
-    return (
-        at_least is not None
-        and at_least < n_cols * itemsize < 2**31
-        and (row_stride - n_cols) * itemsize % 16 == 0
-        and x.data_ptr() % 16 == 0
-    )
+    if at_least is None or not at_least < n_cols * itemsize < 2**31:
+        return 0
+    if (row_stride - n_cols) * itemsize % 16 != 0 or x.data_ptr() % 16 != 0:
+        return 0
+    # The kernel reads whole vectors of 16 bytes. That of the last row's end may reach past the memory of x.
+    end = ((n_rows - 1) * row_stride + n_cols) * itemsize
+    there = x.untyped_storage().nbytes() - x.storage_offset() * itemsize
+    return n_rows if cdiv(end, 16) * 16 <= there else n_rows - 1
 
 
 def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, is_log: bool) -> None:
-    """Write the softmax of rows that `supports` accepts, or its logarithm, to out."""
+    """Write the softmax of the first `n_rows`, which are supported, or its logarithm, to out."""
     vector = 16 // x.element_size()
     n_vectors, rest = divmod(n_cols, vector)
     aligned = rest == 0
