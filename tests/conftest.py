@@ -30,9 +30,10 @@ def _same_seed_and_nan_filled_memory():
 
 
 # A test with inputs that hypothesis makes up: a few, always the same; in `make fuzz` many, and new ones each time.
+FEW = 30
 _MANY = [pytest.mark.slow, pytest.mark.timeout(3600)]
 FUZZ = pytest.mark.parametrize(
-    "fuzz", [30, *(pytest.param(500, marks=_MANY, id=f"500-{i}") for i in range(4))], indirect=True
+    "fuzz", [FEW, *(pytest.param(200, marks=_MANY, id=f"200-{i}") for i in range(4))], indirect=True
 )
 
 
@@ -48,7 +49,7 @@ def fuzz(request, record_property):
             tried += 1
             check(**values)
 
-        few = request.param == 30
+        few = request.param == FEW
         settings(max_examples=request.param, derandomize=few, deadline=None)(given(**strategies)(counted))()
         record_property("inputs", tried)
 
