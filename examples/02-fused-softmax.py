@@ -311,10 +311,10 @@ torch.testing.assert_close(my_online_softmax(x), torch.softmax(x, dim=1))
 # --------------------------
 #
 # `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, the online kernel above; on Hopper
-# the kernel with the chunks for rows of over 16 KiB (128 KiB in float32) that begin at multiples of 16 bytes. Another
-# kernel serves what is not dense along the row. Softmax along the first of two dimensions is such a case: the numbers
-# of one "row" lie far apart, while neighbouring rows lie next to each other. Copying the matrix into a better order
-# would cost two more trips, so this kernel reads it where it lies, 64 rows side by side.
+# the kernel with the chunks for rows of over 16 KiB (128 KiB in float32). Another kernel serves what is not dense along
+# the row. Softmax along the first of two dimensions is such a case: the numbers of one "row" lie far apart, while
+# neighbouring rows lie next to each other. Copying the matrix into a better order would cost two more trips, so this
+# kernel reads it where it lies, 64 rows side by side.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -428,10 +428,12 @@ print(report.summary())
 # chip, and we are left with :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy, still
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
 #
-# We lose where rows are long and their length is odd. Such rows begin at odd addresses, so that every load moves one
-# number instead of eight: with 16401 columns we get :measured:`softmax-fp16: triton_gallery at 16401`, with 16384
-# :measured:`softmax-fp16: triton_gallery at 16384`, and with 41393 columns we reach
-# :measured:`softmax-fp16: triton_gallery / torch at 41393` of torch.
+# Rows of an odd length begin at odd addresses, where no wide load may start. The kernel with the chunks copies such a
+# row from the multiple of 16 bytes in front of it, masks what belongs to the row above, and writes a row's two ends
+# number by number: with 16401 columns we get :measured:`softmax-fp16: triton_gallery at 16401`, with 16384
+# :measured:`softmax-fp16: triton_gallery at 16384`. This works as long as input and output are out of step by the same
+# amount. Rows cut out of a wider matrix need not be; those take the online kernel, whose loads then move one number
+# instead of eight.
 
 # %%
 # Break it: pad with zeros

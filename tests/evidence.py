@@ -42,7 +42,7 @@ def tests(reports: list[Path]) -> list[list]:
 
 def sanitizer(folder: Path) -> list[list]:
     """For each tool what it watched and what it found: in our kernels, in what Triton adds to them, in torch's."""
-    rows = [["Tool", "Looks for", "Kernels", "Launches", "Findings", "In what Triton adds", "In torch's kernels"]]
+    rows = [["Tool", "Looks for", "Kernels", "Launches", "In our kernels", "In what Triton adds", "In torch's kernels"]]
     for tool, purpose in TOOLS.items():
         log = (folder / f"{tool}.log").read_text(errors="replace")
         launches = {name: int(n) for name, n in re.findall(r"^(_\w+_kernel): (\d+)$", log, re.MULTILINE)}

@@ -437,22 +437,28 @@ def test_another_stream(pair, device):
 def test_another_device_than_the_current_one(pair):
     args = inputs("cuda:0", (2,))
     others = [arg.to("cuda:1") for arg in args]
-    expected = gradients_of(pair[0], args)
-    for _ in range(3):
-        result = gradients_of(pair[0], others)
-        assert all(x.device == torch.device("cuda:1") for x in (result[0], *result[1]))
-        assert torch.cuda.current_device() == 0
+    result, grads = gradients_of(pair[0], args)
+    for _ in range(3):  # the second call with the same shapes is a replay, where the device is the current one
+        there, grads_there = gradients_of(pair[0], others)
         with torch.no_grad():
-            plain = pair[0](*others)
-        on_it = None
-        with torch.cuda.device(1), torch.no_grad():
-            on_it = pair[0](*others)
-        for x, y in zip(
-            (result[0], *result[1], plain, on_it), (expected[0], *expected[1], *expected[:1] * 2), strict=True
-        ):
+            without_grad = pair[0](*others)
+            with torch.cuda.device(1):
+                on_current = pair[0](*others)
+        assert torch.cuda.current_device() == 0
+        for x in (there, without_grad, on_current):
+            assert x.device == torch.device("cuda:1")
+            torch.testing.assert_close(x.cpu(), result.cpu(), rtol=0, atol=0)
+        for x, y in zip(grads_there, grads, strict=True):
             torch.testing.assert_close(x.cpu(), y.cpu(), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="device"):
-        pair[0](args[0], others[1], others[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["add", "matmul", "layer_norm", "attention"])
+def test_tensors_on_two_devices_are_refused(name):
+    x, y, w = inputs("cuda:0", (2,))
+    with pytest.raises(ValueError, match="must be on the device of"):
+        PAIRS[name][0](x, y.to("cuda:1"), w.to("cuda:1"))
 
 
 @PAIR

@@ -575,13 +575,15 @@ def test_row_counts_share_compilations():
 def fuzzed(draw):
     """A shape, how many of its dimensions are normalized, a dtype, and steps that make a strided view."""
     shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
-    if DEVICE.type != "cpu":  # rows for each kernel, where that takes no minutes
-        shape[-1] += draw(st.sampled_from([0, 300, 9000, 40_000]))
+    steps = st.integers(1, 3)
+    if DEVICE.type != "cpu" and draw(st.booleans()):  # rows for each kernel, where that takes no minutes
+        shape = [min(size, 4) for size in shape[:-1]] + [shape[-1] + draw(st.sampled_from([300, 9000, 40_000]))]
+        steps = st.sampled_from([1, 1, 1, 2])
     return (
         shape,
         draw(st.integers(1, len(shape))),
         draw(st.sampled_from(FLOATS)),
-        draw(st.lists(st.integers(1, 3), min_size=len(shape), max_size=len(shape))),
+        draw(st.lists(steps, min_size=len(shape), max_size=len(shape))),
         draw(st.permutations(range(len(shape)))),
         draw(st.booleans()),
     )
