@@ -429,7 +429,7 @@ def test_dropout_needs_no_graph_without_gradients(device):
 def test_dropout_repeats_bit_for_bit(device):
     x = torch.randn(500, device=device)
     first = tg.dropout(x, 0.3, seed=1)
-    for _ in range(5):
+    for _ in range(5 if device.type == "cpu" else 100):
         assert torch.equal(tg.dropout(x, 0.3, seed=1), first)
 
 

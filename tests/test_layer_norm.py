@@ -267,6 +267,33 @@ def test_rows_are_viewed_where_strides_allow(device):
         assert rows.stride(1) == 1 and torch.equal(rows, t.reshape(-1, t.shape[-1]))
 
 
+@NORMS
+@pytest.mark.parametrize("n_cols", [33, 300])
+def test_norms_reach_addresses_beyond_32_bits(norm, n_cols, device, small_blocks):
+    torch.utils.deterministic.fill_uninitialized_memory = False  # the gigabytes between the rows are never touched
+    try:
+        memory = torch.empty(2**31 + 600, dtype=torch.float16, device=device)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    x = memory.as_strided((3, n_cols), (2**30, 1)).copy_(torch.randn(3, n_cols))
+    dy = memory.as_strided((3, n_cols), (2**30, 1), n_cols).copy_(torch.randn(3, n_cols))
+    check(norm, x, (n_cols,), make_params(norm, (n_cols,), x.dtype, device), dy=dy)
+
+
+@pytest.mark.gpu
+def test_norms_of_more_than_2_to_the_31_elements(device):
+    x = torch.randn(2**16, 2**15 + 8, device=device, dtype=torch.float16)
+    y = tg.layer_norm(x, x.shape[1:])
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(tg.layer_norm(x, x.shape[1:]), x, y)
+    for rows in (slice(0, 3), slice(-3, None)):
+        check("layer_norm", x[rows].detach(), x.shape[1:], (None, None), dy=y[rows])
+        part = x[rows].detach().requires_grad_()
+        expected = tg.layer_norm(part, x.shape[1:])
+        assert torch.equal(y[rows], expected)
+        assert torch.equal(dx[rows], torch.autograd.grad(expected, part, y[rows])[0])
+
+
 def test_layer_norm_takes_strided_params(device):
     x = torch.randn(5, 12, device=device)
     params = [torch.randn(24, device=device)[::2], torch.randn(1, device=device).expand(12)]

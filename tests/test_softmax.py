@@ -407,7 +407,7 @@ def test_second_derivative_in_16_bits(op, dtype, device):
 def test_results_repeat_bit_for_bit(op, path, device):
     x, dy = (lay(torch.randn(9, 45, device=device), path) for _ in range(2))
     first = run(ours, op, x, -1, None, dy)
-    for _ in range(5):
+    for _ in range(5 if device.type == "cpu" else 100):
         assert all(map(torch.equal, run(ours, op, x, -1, None, dy), first))
 
 

@@ -168,7 +168,8 @@ def _layer_norm_bwd_kernel(
     db = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE_DTYPE)
     program = tl.program_id(1).to(tl.int64)
     for start in tl.range(program * BLOCK_M, n_rows, tl.num_programs(1) * BLOCK_M, num_stages=NUM_STAGES):
-        rows = start + tl.arange(0, BLOCK_M)
+        # int64 in the interpreter, too, whose `start` is a Python number.
+        rows = start + tl.arange(0, BLOCK_M).to(tl.int64)
         row_mask = rows < n_rows
         mask = row_mask[:, None] & col_mask[None, :]
         x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE_DTYPE)
