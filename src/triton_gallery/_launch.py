@@ -134,18 +134,22 @@ def operator(fake: Callable, replay: bool = True, vmap: Callable | None = None) 
         registered = torch.library.custom_op(f"triton_gallery::{name}", launcher, mutates_args=())
         registered.register_fake(fake)
         overload = getattr(torch.ops.triton_gallery, name).default
-        eager = replayed(launcher) if replay else launcher
+
+        def launch_or_dispatch(*args):
+            is_plain = all(_is_plain(arg) for arg in args if isinstance(arg, torch.Tensor))
+            return launcher(*args) if is_plain and not is_tracing() else overload(*args)
+
+        eager = replayed(launch_or_dispatch) if replay else launch_or_dispatch
 
         @functools.wraps(launcher)
         def call(*args):
             # What is compiled finds the rule of a vmap at the operator, which then takes itself out of the way.
             if torch.compiler.is_compiling() or _dispatch_key_is_excluded(_VMAP):
                 return overload(*args)
-            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             # The rule of a vmap calls with tensors that autograd, around it, has to follow.
-            if is_transformed() or needs_autograd(*tensors):
+            if is_transformed() or needs_autograd(*(arg for arg in args if isinstance(arg, torch.Tensor))):
                 return call.transformed.apply(*args)
-            return eager(*args) if all(map(_is_plain, tensors)) and not is_tracing() else overload(*args)
+            return eager(*args)
 
         rule = vmap or functools.partial(one_by_one, call)
         registered.register_vmap(rule)

@@ -584,7 +584,7 @@ def layer_norm(
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
         costs no accuracy. Rows of any length work: up to 32768 elements stay in registers, longer ones are read twice.
         The gradients are deterministic: the same inputs on the same GPU give the same bits. Second derivatives are
-        supported, through torch operations.
+        supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery
@@ -624,7 +624,7 @@ def rms_norm(
 
     Notes:
         The kernels are those of :func:`layer_norm`, with the mean left in: float32 sums (float64 for float64), rows of
-        any length, deterministic gradients, second derivatives.
+        any length, deterministic gradients, second derivatives by autograd.
 
     Example:
         >>> import torch, triton_gallery

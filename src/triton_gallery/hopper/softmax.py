@@ -181,8 +181,7 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
         return 0
     # The kernel reads whole vectors of 16 bytes. That of the last row's end may reach past the memory of x.
     end = ((n_rows - 1) * row_stride + n_cols) * itemsize
-    there = x.untyped_storage().nbytes() - x.storage_offset() * itemsize
-    return n_rows if cdiv(end, 16) * 16 <= there else n_rows - 1
+    return n_rows if end % 16 == 0 else n_rows - 1
 
 
 def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, is_log: bool) -> None:
