@@ -22,7 +22,7 @@ PAGES = $(or $(PAGE),[0-9]*)
 .DEFAULT_GOAL := help
 
 help:  ## List these commands
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 html: $(or $(INSTALLED),check-site)  ## Execute the pages that changed and build the site into build/html
 	$(SPHINX) docs build/html
