@@ -367,9 +367,10 @@ def matmul(
         bias: added to every row: shape (N,), (1,) or (), in the dtype of the result.
         activation: None, "relu", "gelu" (the exact one, with erf), "silu" or "leaky_relu" (slope 0.01).
         precision: "highest" multiplies float32 numbers as they are; "high" and "medium" let the GPU round them to
-            TensorFloat-32, which has 10 bits of mantissa. None follows :func:`torch.get_float32_matmul_precision`. For
-            float8, "high" and "medium" let the matrix unit keep its sums with fewer bits; None means "highest". The
-            other dtypes ignore it.
+            TensorFloat-32, which has 10 bits of mantissa. None follows torch's setting, by
+            :func:`torch.set_float32_matmul_precision` or ``torch.backends.cuda.matmul.fp32_precision``. For float8,
+            "high" and "medium" let the matrix unit keep its sums with fewer bits; None means "highest". The other
+            dtypes ignore it.
 
     Returns:
         A contiguous tensor of shape (..., M, N), without M where a is a vector and without N where b is one. Its dtype
