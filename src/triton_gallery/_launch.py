@@ -427,7 +427,7 @@ def replayed(function: Callable) -> Callable:
                     return function(*args, **kwargs)
                 try:
                     address = arg.data_ptr()
-                except NotImplementedError:  # a batch of gradients, which has no memory of its own
+                except RuntimeError:  # a batch of gradients, which has no memory of its own
                     return function(*args, **kwargs)
                 tensors.append(arg)
                 addresses.append(address)
