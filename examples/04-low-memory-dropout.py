@@ -107,9 +107,23 @@ print([hex(word) for word in philox(key=0, counter=0)])
 assert philox(key=0, counter=0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)  # published with the generator
 
 # %%
-# One call gives four words, so four elements share a call: element :math:`i` takes word :math:`i \bmod 4` of counter
-# :math:`\lfloor i / 4 \rfloor`. The word depends on the seed and on :math:`i` and on nothing else: not on the block
-# size, not on the order of the programs, not on whether it is drawn forward or backward.
+# One call gives four words, which is work for some sixty instructions, and on a fast memory that is what a dropout
+# waits for. So we let eight elements share a call, two to each word. The first of the two compares the word with
+# :math:`p`, the second the word with its halves swapped. Both are 32 bits as random as any others, and which of two
+# such numbers is smaller is all but always decided by their first 16 bits, where the two share nothing. Only if the
+# first half equals that of :math:`p`, once in 65536 times, does the other half have a say.
+
+
+def draws(seed, n):
+    for counter in range(triton.cdiv(n, 8)):
+        for word in philox(seed, counter):
+            yield word
+            yield word % 2**16 << 16 | word >> 16
+
+
+# %%
+# Element :math:`i` always gets the same draw. It depends on the seed and on :math:`i` and on nothing else: not on the
+# block size, not on the order of the programs, not on whether it is drawn forward or backward.
 
 # %%
 # The kernel that the library runs
@@ -117,6 +131,7 @@ assert philox(key=0, counter=0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DB
 #
 # Triton has Philox built in: `tl.randint4x(seed, counters)` returns the four words of a whole block of counters.
 
+# quote: triton_gallery.dropout._swap_halves
 # quote: triton_gallery.dropout._draw_block
 # quote: triton_gallery.dropout._dropout_kernel
 
@@ -137,8 +152,8 @@ def my_dropout(x, p, seed):
 # ---------------------------
 #
 # - `tl.join(tl.join(a, c), tl.join(b, d))` interleaves the four words. Joining puts two blocks side by side in a new
-#   last dimension; read row by row, the result is :math:`a_0, b_0, c_0, d_0, a_1, \dots`, one word for each element
-#   in the order of the elements.
+#   last dimension; read row by row, the result is :math:`a_0, b_0, c_0, d_0, a_1, \dots`, and the next `tl.join` puts
+#   each word's twin behind it: one draw for each element in the order of the elements.
 # - `threshold` is :math:`p \cdot 2^{32}`, rounded to an integer. A draw is one of :math:`2^{32}` integers, all
 #   equally likely, and `threshold` of them are below it. So :math:`P(\text{draw} < \text{threshold})` is :math:`p` to
 #   the last of 32 bits, and the kernel rounds nothing. The comparison is unsigned, hence `tl.uint32`: as a signed
@@ -149,7 +164,7 @@ def my_dropout(x, p, seed):
 #   earlier kernel made them: the CPU never waits, and a CUDA graph draws a new mask at each replay. It is None here,
 #   and the compiler removes the branch.
 # - `block_start` is a 64-bit number, and `tl.randint4x` spreads it over two words of the counter. With 32 bits the
-#   mask would start again after :math:`2^{34}` elements.
+#   mask would start again after :math:`2^{35}` elements.
 # - `scale: tl.float64` fixes the argument's type. A Python float would arrive as float32, too coarse for float64
 #   tensors.
 
@@ -158,11 +173,10 @@ def my_dropout(x, p, seed):
 # ----------------------------
 #
 # We compare with the Python version above, element by element, at a length that fills neither the last block nor the
-# last group of four. The baseline kernel, given that mask, computes the same values.
+# last group of eight. The baseline kernel, given that mask, computes the same values.
 
 p, seed = 0.3, 2**40 + 7
-words = [word for counter in range(triton.cdiv(10007, 4)) for word in philox(seed, counter)]
-keep = torch.tensor(words[:10007], device=DEVICE) >= round(p * 2**32)
+keep = torch.tensor(list(draws(seed, 10007))[:10007], device=DEVICE) >= round(p * 2**32)
 
 out = my_dropout(x, p, seed)
 torch.testing.assert_close(out, torch.where(keep, x / (1 - p), 0.0))
@@ -222,7 +236,7 @@ assert torch.equal(first, tg.dropout(x)) and not torch.equal(first, second)
 # Is drawing as fast as reading?
 # ------------------------------
 #
-# We replaced one byte by arithmetic: ten rounds for every four elements. Whether that is a good bargain is a question
+# We replaced one byte by arithmetic: ten rounds for every eight elements. Whether that is a good bargain is a question
 # for a measurement. We count :math:`2s` bytes per element, what dropout cannot do without, for everyone; a provider
 # that moves a mask besides shows a lower rate. No gradient is asked for, so `torch.compile` is free to leave its mask
 # out. torch's own kernel writes one always.
@@ -294,12 +308,12 @@ print(report_fp16.summary())
 # %%
 # In float32 a mask is one byte in nine, in float16 one in five, so storing none pays more the narrower the type is.
 # The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32, and drawing one
-# number per call instead of four would make this kernel compute-bound. With 65536 elements the launch is all there is
+# number per call instead of eight would make this kernel compute-bound. With 65536 elements the launch is all there is
 # to see, and we run at :measured:`dropout-fp32: triton_gallery / torch at 65536` of torch's rate; with 2²⁸ we reach
 # :measured:`dropout-fp32: triton_gallery / torch at 268435456` of it in float32 and
 # :measured:`dropout-fp16: triton_gallery / torch at 268435456` in float16. In float32 that is
-# :measured:`dropout-fp32: triton_gallery / limit at 268435456` of a copy; in float16, with twice the arithmetic per
-# byte, :measured:`dropout-fp16: triton_gallery / limit at 268435456`.
+# :measured:`dropout-fp32: triton_gallery / limit at 268435456` of a copy, in float16
+# :measured:`dropout-fp16: triton_gallery / limit at 268435456`.
 
 # %%
 # Break it: count within the block
@@ -353,7 +367,7 @@ for dropout in (my_dropout, repeating_dropout):
 # %%
 # A network trained with the repeating mask would lose the same features in every row of 1024, and learn a little
 # worse, for no visible reason. Random numbers need statistical tests, and the distances to test are those that the
-# code knows: the group of four, the warp, the block.
+# code knows: the group of eight, the warp, the block.
 
 # %%
 # Exercises
@@ -364,8 +378,8 @@ for dropout in (my_dropout, repeating_dropout):
 #    same word.)
 # 2. Give each matrix of a batch its own seed, from a tensor of seeds, in one launch. (Hint: `tl.load(seed_ptr +
 #    batch)`, and the counter starts from zero in each matrix.)
-# 3. Split each word into two draws of 16 bits, which halves the arithmetic. With which values of :math:`p` is the
-#    result still exact, and which test would tell you that it is not?
+# 3. Compare only 16 bits: the upper half of each word for one element, the lower half for the next. With which values
+#    of :math:`p` is the result still exact, and which test would tell you that it is not?
 
 # %%
 # References

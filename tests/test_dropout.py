@@ -35,9 +35,11 @@ def philox(key, counter):
 def draws(seed, indices):
     """The 32 random bits of each element index."""
     indices = np.asarray(indices, dtype=np.uint64)
-    counter, zero = indices // np.uint64(4), np.zeros_like(indices)
+    counter, zero = indices // np.uint64(8), np.zeros_like(indices)
     words = philox(seed % 2**64, (counter & np.uint64(2**32 - 1), counter >> np.uint64(32), zero, zero))
-    return np.take_along_axis(words, (indices % np.uint64(4)).astype(np.int64)[..., None], axis=-1)[..., 0]
+    place = (indices % np.uint64(8)).astype(np.int64)
+    word = np.take_along_axis(words, place[..., None] // 2, axis=-1)[..., 0]
+    return np.where(place % 2 == 0, word, word % 2**16 * 2**16 + word // 2**16)
 
 
 def expected_mask(shape, p, seed, device):
@@ -96,7 +98,7 @@ def kept(out):
     return out != 0
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 127, 128, 1023, 1024, 1025, 4099])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 127, 128, 1023, 1024, 1025, 4099])
 def test_dropout_keeps_what_philox_says(n, device):
     out = tg.dropout(torch.ones(n, device=device), 0.4, seed=42)
     assert torch.equal(kept(out), expected_mask((n,), 0.4, 42, device))
@@ -122,7 +124,7 @@ def test_dropout_uses_64_bits_of_the_seed(seed, device):
     assert torch.equal(kept(out), expected_mask((130,), 0.5, seed, device))
 
 
-@pytest.mark.parametrize("block_size", [4, 64, 512, 2048])
+@pytest.mark.parametrize("block_size", [8, 64, 512, 2048])
 @pytest.mark.parametrize("kernel", ["flat", "strided"])
 def test_dropout_mask_does_not_depend_on_the_block_size(kernel, block_size, device):
     n = 300
@@ -152,7 +154,7 @@ def _draw_kernel(
     tl.store(each_ptr + lanes, _draw_each(seed, start + lanes).to(tl.int64))
 
 
-@pytest.mark.parametrize("start", [0, 2**31 - 64, 2**32, 2**34 - 64, 2**34, 2**40 + 128])
+@pytest.mark.parametrize("start", [0, 2**31 - 64, 2**32, 2**35 - 64, 2**35, 2**40 + 128])
 def test_dropout_draws_do_not_repeat_beyond_32_bits(start, device):
     block, each = torch.empty(2, 128, dtype=torch.int64, device=device)
     launch(_draw_kernel, (1,), *torch.tensor([9, start], device=device), block, each, BLOCK_SIZE=128)
@@ -341,8 +343,8 @@ def assert_uncorrelated(a, b):
 def test_dropout_keeps_the_expected_fraction(p, device):
     mask = kept(tg.dropout(torch.ones(N, device=device), p, seed=1)).double()
     assert abs(mask.mean().item() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / N)
-    lanes = mask.view(-1, 4).mean(0)  # each word of a Philox result by itself
-    assert (lanes - (1 - p)).abs().max().item() < 4 * math.sqrt(p * (1 - p) / (N / 4))
+    lanes = mask.view(-1, 8).mean(0)  # each half of each word of a Philox result by itself
+    assert (lanes - (1 - p)).abs().max().item() < 4 * math.sqrt(p * (1 - p) / (N / 8))
     blocks = mask.view(-1, 1024).sum(1)  # and each block: a binomial's variance
     assert abs(blocks.var().item() / (1024 * p * (1 - p)) - 1) < 4 * math.sqrt(2 / (N / 1024))
 
@@ -351,10 +353,10 @@ def test_dropout_draws_of_neighbours_are_independent(device):
     mask = kept(tg.dropout(torch.ones(N, device=device), 0.5, seed=1))
     for lag in (1, 2, 3, 4, 5, 8, 32, 128, 1023, 1024, 4096):
         assert_uncorrelated(mask[:-lag], mask[lag:])
-    words = mask.view(-1, 4)
-    for i in range(4):
+    lanes = mask.view(-1, 8)
+    for i in range(8):
         for j in range(i):
-            assert_uncorrelated(words[:, i], words[:, j])
+            assert_uncorrelated(lanes[:, i], lanes[:, j])
 
 
 def test_dropout_masks_of_different_seeds_are_independent(device):

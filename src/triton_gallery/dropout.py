@@ -25,14 +25,20 @@ _BLOCK_SIZE = 1024
 
 @triton.jit
 def _draw_block(seed, block_start, BLOCK_SIZE: tl.constexpr):
-    """32 random bits for each of BLOCK_SIZE elements from block_start on; both are multiples of 4.
+    """32 random bits for each of BLOCK_SIZE elements from block_start on; both are multiples of 8.
 
-    Element i takes word i % 4 of Philox counter i // 4, whatever the block size.
+    Elements 8 * c to 8 * c + 7 share the four words of Philox counter c, whatever the block size: the first two take
+    word 0, the second of them with its halves swapped, the next two word 1, and so on.
     """
-    counters = block_start // 4 + tl.arange(0, BLOCK_SIZE // 4)
+    counters = block_start // 8 + tl.arange(0, BLOCK_SIZE // 8)
     a, b, c, d = tl.randint4x(seed, counters)
-    words = tl.join(tl.join(a, c), tl.join(b, d))  # (BLOCK_SIZE // 4, 2, 2); in memory order a, b, c, d
-    return tl.reshape(words, (BLOCK_SIZE,)).to(tl.uint32, bitcast=True)
+    words = tl.join(tl.join(a, c), tl.join(b, d)).to(tl.uint32, bitcast=True)  # (..., 2, 2): in order a, b, c, d
+    return tl.reshape(tl.join(words, _swap_halves(words)), (BLOCK_SIZE,))
+
+
+@triton.jit
+def _swap_halves(word):
+    return (word << 16) | (word >> 16)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -63,9 +69,10 @@ def _dropout_kernel(
 @triton.jit
 def _draw_each(seed, indices):
     """The 32 random bits of each element index: what `_draw_block` gives, for indices in any order."""
-    a, b, c, d = tl.randint4x(seed, indices // 4)
-    word = indices % 4
-    return tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)).to(tl.uint32, bitcast=True)
+    a, b, c, d = tl.randint4x(seed, indices // 8)
+    i = indices % 8 // 2
+    word = tl.where(i < 2, tl.where(i == 0, a, b), tl.where(i == 2, c, d)).to(tl.uint32, bitcast=True)
+    return tl.where(indices % 2 == 0, word, _swap_halves(word))
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -238,10 +245,12 @@ def dropout(
         ValueError: p is outside [0, 1] or NaN, or the seed does not fit in 64 bits or on x's device.
 
     Notes:
-        Element i, counted in row-major order whatever the strides, takes word i % 4 of the Philox-4x32-10 counter
-        i // 4 under the seed as key, so the mask depends on neither block size nor launch nor device. The element is
-        kept where that 32-bit word is at least p * 2**32, rounded: p is exact to 2**-32. The product is computed in
-        float32 (float64 for float64) and rounded once. A dropped infinity or NaN gives 0, where torch may give NaN.
+        Element i, counted in row-major order whatever the strides, takes word i % 8 // 2 of the Philox-4x32-10 counter
+        i // 8 under the seed as key, and swaps its halves where i is odd; so the mask depends on neither block size nor
+        launch nor device. The element is kept where these 32 bits are at least p * 2**32, rounded: p is exact to
+        2**-32. Two elements that share a word depend on each other only where the first 16 bits of one equal those of
+        p * 2**32, once in 65536 times. The product is computed in float32 (float64 for float64) and rounded once. A
+        dropped infinity or NaN gives 0, where torch may give NaN.
         Gradients of any order draw the same mask. A seed in a tensor is read on the device when the kernel runs, so
         nothing waits for it, and with ``seed=None`` each replay of a CUDA graph draws a new mask. Changing the tensor
         in place between forward and backward is an error, which autograd reports.
@@ -250,7 +259,7 @@ def dropout(
         >>> import torch, triton_gallery
         >>> x = torch.arange(1.0, 9.0)
         >>> triton_gallery.dropout(x, p=0.5, seed=7)
-        tensor([ 2.,  4.,  0.,  0.,  0., 12.,  0., 16.])
+        tensor([ 2.,  0.,  6.,  8.,  0., 12.,  0., 16.])
 
     References:
         Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting, JMLR 2014.
