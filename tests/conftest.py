@@ -33,7 +33,7 @@ def _same_seed_and_nan_filled_memory():
 FEW = 30
 _MANY = [pytest.mark.slow, pytest.mark.timeout(3600)]
 FUZZ = pytest.mark.parametrize(
-    "fuzz", [FEW, *(pytest.param(200, marks=_MANY, id=f"200-{i}") for i in range(4))], indirect=True
+    "fuzz", [FEW, *(pytest.param(50, marks=_MANY, id=f"50-{i}") for i in range(16))], indirect=True
 )
 
 
