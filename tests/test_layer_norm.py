@@ -23,7 +23,7 @@ NORMS = pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Limits so small that rows of a few dozen elements take the paths of rows of many thousands."""
-    monkeypatch.setattr(module, "_FWD_MAX_BYTES", 64)
+    monkeypatch.setattr(module, "_FWD_MAX_BYTES", 256)
     monkeypatch.setattr(module, "_FWD_TILE", 32)
     monkeypatch.setattr(module, "_FWD_LONG_TILE", 16)
     monkeypatch.setattr(module, "_BWD_TILE", 32)

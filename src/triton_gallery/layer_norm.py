@@ -25,11 +25,12 @@ from ._launch import (
     scratch,
 )
 
-# Rows of up to this many bytes stay in the registers of one program; the forward pass reads longer ones twice.
+# Rows of up to this many bytes, in the dtype computed in, stay in the registers of one program; the forward pass reads
+# longer ones twice.
 _FWD_MAX_BYTES = 65536
 # About this many elements at a time keep one program busy: short rows share a program, long rows are cut.
 _FWD_TILE = 2048
-_FWD_LONG_TILE = 8192
+_FWD_LONG_TILE = 4096
 _BWD_TILE = 4096
 # Columns that one program adds up from the partial rows of dw and db.
 _DWDB_COLS = 16
@@ -79,6 +80,56 @@ def _layer_norm_fwd_kernel(
 
 
 @triton.jit
+def _store_affine(x_hat, weight_ptr, bias_ptr, y_ptrs, cols, mask):
+    """y = x_hat * weight + bias for the columns `cols` of one row."""
+    y = x_hat
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + cols, mask=mask, eviction_policy="evict_last").to(x_hat.dtype)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=mask, eviction_policy="evict_last").to(x_hat.dtype)
+    tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _layer_norm_fwd_two_blocks_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    weight_ptr,  # (n_cols,) or None
+    bias_ptr,  # (n_cols,) or None
+    y_ptr,  # (n_rows, n_cols)
+    mean_ptr,  # (n_rows,), or None for RMS norm
+    rstd_ptr,  # (n_rows,)
+    n_cols,
+    x_row_stride,
+    eps: tl.float64,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Program i owns row i, in two blocks: a power of two of columns, and the rest.
+
+    One block would have to be the next power of two, and up to half of its registers would hold nothing.
+    """
+    COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    head_cols = tl.arange(0, HEAD)
+    tail_cols = HEAD + tl.arange(0, TAIL)
+    tail_mask = tail_cols < n_cols
+    x_row_ptr = x_ptr + row * x_row_stride
+    head = tl.load(x_row_ptr + head_cols).to(COMPUTE_DTYPE)
+    tail = tl.load(x_row_ptr + tail_cols, mask=tail_mask, other=0.0).to(COMPUTE_DTYPE)
+    if mean_ptr is not None:
+        mean = (tl.sum(head, axis=0) + tl.sum(tail, axis=0)) / n_cols
+        tl.store(mean_ptr + row, mean)
+        head -= mean
+        tail = tl.where(tail_mask, tail - mean, 0.0)
+    var = (tl.sum(head * head, axis=0) + tl.sum(tail * tail, axis=0)) / n_cols
+    rstd = tl.rsqrt(var + tl.full((), eps, COMPUTE_DTYPE))
+    tl.store(rstd_ptr + row, rstd)
+    y_row_ptr = y_ptr + row * n_cols
+    _store_affine(head * rstd, weight_ptr, bias_ptr, y_row_ptr + head_cols, head_cols, None)
+    _store_affine(tail * rstd, weight_ptr, bias_ptr, y_row_ptr + tail_cols, tail_cols, tail_mask)
+
+
+@triton.jit
 def _layer_norm_fwd_long_kernel(
     x_ptr,  # (n_rows, n_cols)
     weight_ptr,  # (n_cols,) or None
@@ -95,16 +146,18 @@ def _layer_norm_fwd_long_kernel(
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
+    x_row_ptr = x_ptr + row * x_row_stride
     # Lane j follows Welford's recurrence over elements j, j + BLOCK_N, ...: no lane waits for another inside the loop.
     mean = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
     m2 = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
     for start in range(0, n_cols, BLOCK_N):
         cols = start + lanes
         mask = cols < n_cols
-        x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(COMPUTE_DTYPE)
+        # The caches are asked to keep the row until the second walk.
+        x = tl.load(x_row_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(COMPUTE_DTYPE)
         if mean_ptr is not None:
             delta = tl.where(mask, x - mean, 0.0)
-            mean += delta / (start // BLOCK_N + 1)
+            mean += delta * (1 / tl.full((), start // BLOCK_N + 1, COMPUTE_DTYPE))
             m2 += delta * (x - mean)
         else:
             m2 += x * x
@@ -119,15 +172,10 @@ def _layer_norm_fwd_long_kernel(
     for start in range(0, n_cols, BLOCK_N):
         cols = start + lanes
         mask = cols < n_cols
-        y = tl.load(x_ptr + row * x_row_stride + cols, mask=mask).to(COMPUTE_DTYPE)
+        x = tl.load(x_row_ptr + cols, mask=mask, eviction_policy="evict_first").to(COMPUTE_DTYPE)
         if mean_ptr is not None:
-            y -= row_mean
-        y *= rstd
-        if weight_ptr is not None:
-            y *= tl.load(weight_ptr + cols, mask=mask).to(COMPUTE_DTYPE)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + cols, mask=mask).to(COMPUTE_DTYPE)
-        tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+            x -= row_mean
+        _store_affine(x * rstd, weight_ptr, bias_ptr, y_ptr + row * n_cols + cols, cols, mask)
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -273,14 +321,6 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _fwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program in the forward pass."""
-    block_n = next_power_of_2(n_cols)
-    if block_n * x.element_size() > _FWD_MAX_BYTES:
-        return 1, _FWD_LONG_TILE * 2 // x.element_size(), 16
-    return max(1, _FWD_TILE // block_n), block_n, min(max(4, block_n // 1024), 16)
-
-
 def _bwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int, int]:
     """(rows, columns, warps, programs per multiprocessor) of a program in the backward pass."""
     tile = _BWD_TILE // 4 if x.dtype == torch.float64 else _BWD_TILE
@@ -340,19 +380,31 @@ def _layer_norm_fwd(
     rows = _rows(x, n_cols)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    mean_or_none = mean if subtract_mean else None
-    block_m, block_n, num_warps = _fwd_blocks(x, n_cols)
-    if n_cols <= block_n:
+    arguments = rows, weight, bias, y, mean if subtract_mean else None, rstd
+    # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
+    spread = 1 if n_cols % 16 == 0 else 2
+    if n_cols <= _FWD_TILE:
+        block_n = next_power_of_2(n_cols)
+        block_m = _FWD_TILE // block_n
+        num_warps = 4 if x.dtype == torch.float64 else max(1, block_n // 512) * spread
         launch(
-            _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),),
-            rows, weight, bias, y, mean_or_none, rstd, n_rows, n_cols, rows.stride(0), eps,
+            _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
-    else:
+    elif n_cols * rstd.element_size() <= _FWD_MAX_BYTES:
+        head = next_power_of_2(n_cols) // 2
+        # No smaller than an eighth: then few kernels are compiled.
+        tail = max(next_power_of_2(n_cols - head), head // 8)
+        num_warps = (4 if head + tail <= 5120 else 8) * spread
         launch(
-            _layer_norm_fwd_long_kernel, (n_rows,),
-            rows, weight, bias, y, mean_or_none, rstd, n_cols, rows.stride(0), eps,
-            BLOCK_N=block_n, num_warps=num_warps,
+            _layer_norm_fwd_two_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
+            HEAD=head, TAIL=tail, num_warps=num_warps,
+        )  # fmt: skip
+    else:
+        block_n = (1 if n_cols <= 32768 else 2) * _FWD_LONG_TILE * 2 // x.element_size()
+        launch(
+            _layer_norm_fwd_long_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
+            BLOCK_N=block_n, num_warps=8 if n_cols <= 24576 else 16,
         )  # fmt: skip
     return y, mean, rstd
 
@@ -582,9 +634,9 @@ def layer_norm(
     Notes:
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
-        costs no accuracy. Rows of any length work: up to 32768 elements stay in registers, longer ones are read twice.
-        The gradients are deterministic: the same inputs on the same GPU give the same bits. Second derivatives are
-        supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
+        costs no accuracy. Rows of any length work: up to 16384 elements (8192 in float64) stay in registers, longer
+        ones are read twice. The gradients are deterministic: the same inputs on the same GPU give the same bits. Second
+        derivatives are supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery
