@@ -107,8 +107,8 @@ print([hex(word) for word in philox(key=0, counter=0)])
 assert philox(key=0, counter=0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)  # published with the generator
 
 # %%
-# One call gives four words, which is work for some sixty instructions, and on a fast memory that is what a dropout
-# waits for. So we let eight elements share a call, two to each word. The first of the two compares the word with
+# One call gives four words and takes some sixty instructions. A fast memory moves numbers sooner than that, so we let
+# eight elements share a call, two to each word. The first of the two compares the word with
 # :math:`p`, the second the word with its halves swapped. Both are 32 bits as random as any others, and which of two
 # such numbers is smaller is all but always decided by their first 16 bits, where the two share nothing. Only if the
 # first half equals that of :math:`p`, once in 65536 times, does the other half have a say.
@@ -296,7 +296,8 @@ tg.codegen.inspect(tg.dropout, torch.empty(2**20, dtype=torch.float16, device="m
 
 # %%
 # Loads are wide although each thread makes its random numbers by itself, and no shared memory is used: nothing has to
-# move between threads. That is the interleaving at work.
+# move between threads. That is the interleaving at work. In float16 the widest load brings eight numbers, as many as a
+# call of Philox serves. In float32 it brings four, and the draws of every other thread come through shared memory.
 
 # %%
 # What we saw

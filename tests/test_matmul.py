@@ -372,8 +372,11 @@ def assert_gradients_match_torch(a, b, bias=None, activation=None, dout=None):
         return torch_matmul(a, b, bias, activation)
 
     references = gradients(torchs, *tensors, dtype=torch.float64)
+    # What an activation got, and its gradient on the way to the products, are rounded to the dtype; that torch's
+    # roundings cancel in a few numbers is its luck.
+    floor = 3 * FLOOR[a.dtype] + (torch.finfo(a.dtype).eps / 2 if activation else 0)
     for mine, other, reference in zip(gradients(ours, *tensors), gradients(torchs, *tensors), references, strict=True):
-        assert_as_accurate_as_torch(mine, other, reference, factor=3, floor=3 * FLOOR[a.dtype])
+        assert_as_accurate_as_torch(mine, other, reference, factor=3, floor=floor)
 
 
 @pytest.mark.parametrize("name", BATCHES)
