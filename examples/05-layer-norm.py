@@ -477,7 +477,7 @@ print(backward_report.summary())
 # 1024 columns the backward pass runs at :measured:`layer-norm-bwd-fp16: triton_gallery / torch at 1024` of torch's
 # rate. The GPU has finished long before the host has, in Python, allocated five tensors and launched two kernels. The
 # forward pass loses to `torch.compile` at 1024 columns, for the same reason, and at 14336, where it runs at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` compiles a kernel
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` makes a kernel
 # for this one length, and finds out that seven blocks of 2048 fill a row: its loops need no mask. Ours serves every
 # length with one kernel. Where no such block fits, at 13824 columns, say, it is our rate that is higher,
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` of the other.
