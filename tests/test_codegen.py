@@ -197,7 +197,7 @@ def test_warp_size_follows_the_family():
 
 
 def test_report_as_text_and_html():
-    kernel = codegen.Kernel("_f<1>", "sm_90", 8, 3, None, None, None, 1024, 128, None, 0, 0, {"wgmma": 2}, (), {})
+    kernel = codegen.Kernel("_f<1>", "sm_90", 8, 3, None, None, None, 1024, 128, None, 0, 0, {"wgmma": 2}, (), {}, ("", 0, ()))
     lines = str(codegen.Report((kernel,))).splitlines()
     assert lines[0].split("  ")[0] == "kernel" and "1,024" in lines[1] and "2 wgmma" in lines[1]
     assert "registers" not in lines[0] and "warnings" not in lines[0]  # columns without an entry are left out
@@ -261,3 +261,67 @@ def test_without_ptxas_the_ptx_is_still_read(tmp_path):
     ((*outcomes,),) = pickle.loads(child.stdout)
     for (kernel,) in outcomes:
         assert kernel.load_bits == 128 and kernel.registers is None and kernel.spills is None
+
+
+# --- line by line ---
+
+
+def meta(*shape):
+    return torch.empty(shape, dtype=torch.float16, device="meta")
+
+
+def at(listing, text):
+    """The only line of the source that contains `text`."""
+    (i,) = [i for i, line in enumerate(listing.source) if text in line]
+    return i
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_listing_puts_instructions_beside_their_line(target):
+    listing = codegen.listing(triton_gallery.softmax, meta(4096, 1024), target=target)
+    assert (listing.kernel, listing.target) == ("_softmax_fwd_kernel", target)
+    machine = {"sm_90": "ptx", "gfx942": "amdgcn"}[target]
+    load, store, maximum = at(listing, "tl.load("), at(listing, "tl.store("), at(listing, "tl.max(")
+    found = {kind: {i: " ".join(lines) for i, lines in stage.items()} for kind, stage in listing.stages.items()}
+    assert "tt.load" in found["ttir"][load] and "load" in found["ttgir"][load]
+    assert "tt.store" in found["ttir"][store]
+    assert ("ld.global" if machine == "ptx" else "buffer_load") in found[machine][load]
+    assert ("st.global" if machine == "ptx" else "buffer_store") in found[machine][store]
+    # What a reduction from Triton's library became belongs to the line that calls it.
+    assert "tt.reduce" in found["ttir"][maximum]
+    assert ("max" if machine == "ptx" else "v_max") in found[machine][maximum]
+    assert not any("tl.load" in line or "loc(" in line for stage in found.values() for line in stage.values())
+    if target == "sm_90" and not triton.knobs.nvidia.ptxas:
+        return
+    if target == "sm_90":
+        assert "LDG" in found["sass"][load] and "STG" in found["sass"][store]
+        assert "SHFL" in found["sass"][len(listing.source)]
+
+
+def test_listing_loses_no_instruction():
+    listing = codegen.listing(triton_gallery.add, meta(2**20), meta(2**20), stages=["ptx"])
+    (lines,) = listing.stages.values()
+    instructions = [line for texts in lines.values() for line in texts]
+    report = codegen.inspect(triton_gallery.add, meta(2**20), meta(2**20), targets=["sm_90"])
+    body = report.source().partition("{")[2]
+    assert [line.split()[0] for line in instructions if line.endswith(";")] == [
+        line.split()[0] for line in body.splitlines() if line.strip().endswith(";") and not line.strip().startswith(".")
+    ]
+
+
+def test_listing_as_text_and_html():
+    listing = codegen.listing(triton_gallery.add, meta(64), meta(64), stages=["ttir"])
+    text, html = str(listing), listing._repr_html_()
+    assert text.splitlines()[0] == listing.source[0] == "@triton.jit"
+    assert "  ttir    tt.store" in text
+    assert html.startswith("<details") and html.count("<tr>") == len(listing.source) + 1
+    assert "!tt.ptr&lt;" in html and "/home" not in html
+
+
+def test_listing_refuses():
+    with pytest.raises(ValueError, match=r"kernel must be one of _add_kernel, got '_sub_kernel'"):
+        codegen.listing(triton_gallery.add, meta(64), meta(64), kernel="_sub_kernel")
+    with pytest.raises(ValueError, match=r"stages must be among ttir, ttgir, amdgcn, got 'ptx'"):
+        codegen.listing(triton_gallery.add, meta(64), meta(64), target="gfx942", stages=["ttir", "ptx"])
+    with pytest.raises(RuntimeError, match=r"listing: add failed for sm_90: .*broadcast"):
+        codegen.listing(triton_gallery.add, meta(64), meta(63))

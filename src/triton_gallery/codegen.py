@@ -18,12 +18,14 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from inspect import getsourcelines
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from ._assembly import read_amdgcn, read_ptx
+from ._listing import by_line
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -40,7 +42,7 @@ class _Assembly(dict):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self["cubin"])
             file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+            command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", "--print-line-info", file.name]
             self["sass"] = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return self["sass"]
 
@@ -65,6 +67,7 @@ class Kernel:
         matrix: how many matrix instructions the code has by family: mma, wgmma, tcgen05, mfma or wmma.
         warnings: what ptxas says of wgmma that it had to serialise or to wait for (C75xx).
         asm: the stages by name: ttir, ttgir, llir, then ptx, cubin and sass, or amdgcn.
+        source: the file that defines the kernel, the definition's first line in it, and its lines.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Kernel:
     matrix: dict[str, int]
     warnings: tuple[str, ...]
     asm: dict[str, str | bytes] = field(repr=False, compare=False)
+    source: tuple[str, int, tuple[str, ...]] = field(repr=False, compare=False)
 
 
 _COLUMNS: dict[str, Callable[[Kernel], object]] = {
@@ -198,6 +202,108 @@ def inspect(function: Callable, *args, targets: Iterable[str] = TARGETS, backwar
     return Report(tuple(sorted((k for outcome in outcomes for k in outcome), key=lambda k: names.index(k.name))))
 
 
+@dataclass(frozen=True, repr=False)
+class Listing:
+    """Each line of a kernel's source beside what it became, stage by stage; in a notebook or a page, folded away.
+
+    Attributes:
+        kernel: the kernel's name.
+        target: "sm_90", "gfx942", ...
+        source: the lines of the kernel's definition, its decorators included.
+        stages: for each stage, "ttir", "ttgir", "ptx" and "sass" or "amdgcn", its lines by the line of the source,
+            counted from 0. The line behind the last one has the instructions of SASS that belong to functions which the
+            kernel calls: SASS does not say where they were called.
+    """
+
+    kernel: str
+    target: str
+    source: tuple[str, ...]
+    stages: dict[str, dict[int, list[str]]]
+
+    def __str__(self) -> str:
+        blocks = []
+        for i, line in enumerate((*self.source, "functions that it calls")):
+            parts = [f"  {kind:8}{text}" for kind, stage in self.stages.items() for text in stage.get(i, ())]
+            if parts or i < len(self.source):
+                blocks.append("\n".join([line, *parts]))
+        return "\n".join(blocks)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def cell(lines: list[str]) -> str:
+            return f"<td><pre>{html.escape(chr(10).join(lines))}</pre></td>" if lines else "<td></td>"
+
+        rows = []
+        for i, line in enumerate((*self.source, "")):
+            cells = [stage.get(i, []) for stage in self.stages.values()]
+            if i < len(self.source) or any(cells):
+                code = f"<pre>{html.escape(line)}</pre>" if i < len(self.source) else "functions that it calls"
+                rows.append(f'<tr><th scope="row">{code}</th>{"".join(map(cell, cells))}</tr>\n')
+        head = "".join(f'<th scope="col">{name}</th>' for name in ("source", *map(str.upper, self.stages)))
+        title = f"{html.escape(self.kernel)} for {self.target}, line by line"
+        return (
+            f'<details class="codegen-listing"><summary>{title}</summary>\n'
+            f'<div class="codegen-table" tabindex="0" role="region" aria-label="{title}">\n'
+            f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody>\n</table>\n</div></details>"
+        )
+
+
+def listing(
+    function: Callable,
+    *args,
+    target: str = "sm_90",
+    kernel: str | None = None,
+    stages: Iterable[str] | None = None,
+    backward: bool = False,
+    **kwargs,
+) -> Listing:
+    """Compile what ``function(*args, **kwargs)`` would launch and show one kernel's source beside what it became.
+
+    Args:
+        function: a function that can be imported by name, such as ``triton_gallery.softmax``.
+        args: its arguments, as for `inspect`.
+        target: a name such as "sm_90" or "gfx942".
+        kernel: the kernel's name; the first one when None.
+        stages: which stages to show, of "ttir", "ttgir", "ptx", "sass" and "amdgcn"; None shows all that there are.
+        backward: compile the gradient's kernels too.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: the function cannot be imported by name in another process.
+        ValueError: there is no such target, kernel or stage.
+        RuntimeError: the call failed, or a kernel did not compile; the message is the child process's.
+
+    Example:
+        >>> import torch, triton_gallery
+        >>> x = torch.empty(2**20, dtype=torch.float16, device="meta")
+        >>> listing = triton_gallery.codegen.listing(triton_gallery.add, x, x, stages=["ttir"])
+        >>> [i for i, line in enumerate(listing.source) if "tl.store" in line][0] in listing.stages["ttir"]
+        True
+    """
+    ((outcome,),) = _compile(_pack([(function, args, kwargs, backward)], (target,)), line_info=True)
+    if isinstance(outcome, str):
+        raise RuntimeError(f"listing: {_name(function)} failed for {target}: {outcome}")
+    found = next((k for k in outcome if kernel in (None, k.name)), None)
+    if found is None:
+        raise ValueError(f"listing: kernel must be one of {', '.join(k.name for k in outcome)}, got {kernel!r}")
+    asm = found.asm
+    there = [k for k in ("ttir", "ttgir", "ptx", "sass", "amdgcn") if k in asm or (k == "sass" and asm.get("cubin"))]
+    if missing := [kind for kind in stages or () if kind not in there]:
+        raise ValueError(f"listing: stages must be among {', '.join(there)}, got {missing[0]!r}")
+    file, first, source = found.source
+    lines = range(first, first + len(source))
+    return Listing(
+        found.name,
+        target,
+        source,
+        {
+            kind: {n - first: texts for n, texts in by_line(kind, asm[kind], file, lines).items()}
+            for kind in (stages or there)
+        },
+    )
+
+
 # --- the way to the child and back ------------------------------------------------------------------------------------
 
 
@@ -233,13 +339,14 @@ def _pack(calls: list[tuple[Callable, tuple, dict, bool]], targets: tuple[str, .
 
 
 @functools.cache
-def _compile(request: bytes) -> list[list[list[Kernel] | str]]:
+def _compile(request: bytes, line_info: bool = False) -> list[list[list[Kernel] | str]]:
     """For each call, for each target: the kernels, or the error's text."""
     env = os.environ | {
         "TRITON_INTERPRET": "0",
-        "TRITON_DISABLE_LINE_INFO": "1",  # line tables make up half of the assembly, and the code is the same
+        # Line tables make up half of the assembly, and the code is the same.
+        "TRITON_DISABLE_LINE_INFO": "0" if line_info else "1",
         # A folder of its own: every entry in it was compiled with ptxas's log kept.
-        "TRITON_CACHE_DIR": os.path.join(triton.knobs.cache.dir, "codegen"),
+        "TRITON_CACHE_DIR": os.path.join(triton.knobs.cache.dir, "codegen-lines" if line_info else "codegen"),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns about a coming default where it is not set
@@ -362,5 +469,12 @@ def _describe(kernel, target: str, keep_asm: bool) -> Kernel:
         num_stages=kernel.metadata.num_stages,
         shared=kernel.metadata.shared,
         asm=_Assembly((kind, asm[kind]) for kind in kinds if kind in asm),
+        source=_source(kernel.src.fn.fn),
         **read,
     )
+
+
+def _source(function: Callable) -> tuple[str, int, tuple[str, ...]]:
+    """The file that defines a function, its first line there, and its text."""
+    lines, first = getsourcelines(function)
+    return os.path.basename(function.__code__.co_filename), first, tuple(line.rstrip("\n") for line in lines)
