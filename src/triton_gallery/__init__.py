@@ -29,6 +29,7 @@ from .dropout import dropout
 from .layer_norm import layer_norm, rms_norm
 from .matmul import matmul
 from .softmax import log_softmax, softmax
+from .trace import trace
 from .vector_add import add
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "matmul",
     "rms_norm",
     "softmax",
+    "trace",
 ]

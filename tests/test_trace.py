@@ -1,0 +1,252 @@
+"""The trace of a launch, on kernels small enough to know which element belongs to whom."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import triton_gallery as tg
+from triton_gallery.trace import Trace
+
+
+@triton.jit
+def _copy_kernel(x_ptr, out_ptr, n_elements, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=offsets < n_elements), mask=offsets < n_elements)
+
+
+@triton.jit
+def _unmasked_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) + 1)
+
+
+@triton.jit
+def _rows_kernel(x_ptr, out_ptr, n_rows, row_stride, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        total += _doubled(tl.load(x_ptr + row * row_stride + cols))
+    tl.store(out_ptr + tl.program_id(0), total.sum(axis=0))
+
+
+@triton.jit
+def _doubled(x):
+    twice = x * 2
+    return twice
+
+
+@triton.jit
+def _count_kernel(counter_ptr, lock_ptr):
+    tl.atomic_add(counter_ptr, 1)
+    tl.atomic_cas(lock_ptr, 0, 1)
+
+
+@triton.jit
+def _grid_kernel(out_ptr):
+    place = tl.program_id(0) + 2 * tl.program_id(1) + 6 * tl.program_id(2)
+    tl.store(out_ptr + place, place)
+
+
+@triton.jit
+def _descriptor_kernel(x_desc, out_desc, start):
+    out_desc.store([0, 0], x_desc.load([start, 0]))
+
+
+@triton.jit
+def _tuple_kernel(pair, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(pair[1] + offsets, tl.load(pair[0] + offsets))
+
+
+def traced_copy(device, n=27) -> tuple[Trace, torch.Tensor, torch.Tensor]:
+    x, out = torch.randn(n, device=device), torch.full((n,), torch.nan, device=device)
+    return tg.trace(_copy_kernel, (triton.cdiv(n, 8),), x, out, n, BLOCK=8, num_warps=1), x, out
+
+
+def test_trace_tells_who_touched_what(device):
+    trace, x, out = traced_copy(device)
+    assert torch.equal(out, x)
+    np.testing.assert_array_equal(trace.owner("out_ptr"), np.arange(27) // 8)
+    np.testing.assert_array_equal(trace.load_counts("x_ptr", program=3), np.arange(27) >= 24)
+    np.testing.assert_array_equal(trace.store_counts("out_ptr"), np.ones(27))
+    assert trace.n_programs == 4 and trace.grid == (4, 1, 1) and trace.kernel == "_copy_kernel"
+    assert [access.program[0] for access in trace.accesses] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert trace.bytes_loaded() == trace.bytes_loaded("x_ptr") == 27 * 4 == trace.bytes_stored()
+    assert trace.bytes_loaded("out_ptr") == 0 and not trace.loads("out_ptr") and not trace.outside
+
+
+def test_trace_tells_the_lanes(device):
+    trace, *_ = traced_copy(device)
+    (last,) = trace.stores("out_ptr", program=(3,))
+    np.testing.assert_array_equal(last.offsets, np.arange(24, 32))
+    np.testing.assert_array_equal(last.mask, np.arange(24, 32) < 27)
+    np.testing.assert_array_equal(last.hits, [24, 25, 26])
+    assert repr(last) == "store out_ptr by program (3, 0, 0): 3 of 8 lanes on"
+
+
+def test_trace_prints_a_table(device):
+    assert str(traced_copy(device)[0]).splitlines() == [
+        "_copy_kernel: 4 programs",
+        "argument         elements  times each  bytes  lanes off  outside",
+        "x_ptr     load   27 of 27  1           108    5          0",
+        "out_ptr   store  27 of 27  1           108    5          0",
+    ]
+
+
+def test_a_kernel_is_compiled_or_interpreted_as_before(device):
+    trace, x, out = traced_copy(device)
+    out.zero_()
+    if tg.benchmark._device() or triton.knobs.runtime.interpret:
+        _copy_kernel[(4,)](x, out, 27, BLOCK=8)
+        assert torch.equal(out, x)
+    assert len(trace.accesses) == 8
+
+
+def test_lanes_outside_are_told_and_not_carried_out(device):
+    memory = torch.zeros(2, 32, device=device)
+    x, out = memory[:, :20]
+    trace = tg.trace(_unmasked_kernel, (4,), x, out, BLOCK=8)
+    assert [(access.kind, access.program[0], access.outside.sum()) for access in trace.outside] == [
+        ("load", 2, 4),
+        ("store", 2, 4),
+        ("load", 3, 8),
+        ("store", 3, 8),
+    ]
+    assert torch.equal(out, torch.ones_like(out)) and not memory[1, 20:].any()
+    assert (trace.owner("out_ptr") == np.arange(20) // 8).all()
+
+
+def test_gaps_between_rows_are_outside(device):
+    x, out = torch.randn(5, 16, device=device)[:, :8], torch.empty(2, device=device)
+    assert not tg.trace(_rows_kernel, (2,), x, out, 5, 16, BLOCK=8).outside
+    torch.testing.assert_close(out, torch.stack([2 * x[0::2].sum(), 2 * x[1::2].sum()]))
+    trace = tg.trace(_rows_kernel, (2,), x, out, 5, 12, BLOCK=8)
+    assert [int(access.outside.sum()) for access in trace.loads("x_ptr")] == [0, 8, 0, 4, 4]
+    assert trace.load_counts("x_ptr").shape == (5, 8)
+
+
+def test_arguments_that_share_memory_are_told_apart(device):
+    x = torch.arange(16.0, device=device)
+    trace = tg.trace(_copy_kernel, (2,), x, x, 16, BLOCK=8)
+    assert trace.load_counts("x_ptr").sum() == 16 and trace.load_counts("out_ptr").sum() == 0
+    assert trace.store_counts("x_ptr").sum() == 0 and trace.store_counts("out_ptr").sum() == 16
+
+
+def test_numbers_of_programs_count_axis_0_fastest(device):
+    out = torch.zeros(24, dtype=torch.int32, device=device)
+    trace = tg.trace(_grid_kernel, lambda args: (2, 3, 4), out)
+    np.testing.assert_array_equal(trace.owner("out_ptr"), np.arange(24))
+    np.testing.assert_array_equal(np.flatnonzero(trace.store_counts("out_ptr", program=(1, 2, 3))), [23])
+    np.testing.assert_array_equal(out.cpu(), np.arange(24))
+
+
+def test_atomics_are_loads_and_stores(device):
+    counter, lock = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    trace = tg.trace(_count_kernel, (5,), counter, lock)
+    assert counter.tolist() == [5, 0, 0] and lock.tolist() == [1, 0, 0]
+    assert trace.load_counts("counter_ptr").tolist() == trace.store_counts("lock_ptr").tolist() == [5, 0, 0]
+    assert trace.loads("lock_ptr")[0].kind == "atomic"
+
+
+def test_an_atomic_outside_is_not_carried_out(device):
+    memory = torch.zeros(8, dtype=torch.int32, device=device)
+    trace = tg.trace(_count_kernel, (2,), memory[:4], memory[4:4])
+    assert memory.tolist() == [2, 0, 0, 0, 0, 0, 0, 0] and len(trace.outside) == 2
+
+
+def test_descriptors_are_traced(device):
+    x, out = torch.randn(40, 16, device=device), torch.zeros(32, 16, device=device)
+    boxes = [TensorDescriptor(t, list(t.shape), list(t.stride()), [32, 16]) for t in (x, out)]
+    trace = tg.trace(_descriptor_kernel, (1,), *boxes, 16)
+    assert torch.equal(out[:24], x[16:]) and not out[24:].any()
+    np.testing.assert_array_equal(trace.load_counts("x_desc")[:, 0], np.arange(40) >= 16)
+    assert trace.bytes_loaded() == 24 * 16 * 4 and trace.bytes_stored("out_desc") == 32 * 16 * 4
+
+
+def test_parts_of_a_tuple_have_names(device):
+    x, out = torch.arange(8, device=device), torch.zeros(8, dtype=torch.int64, device=device)
+    trace = tg.trace(_tuple_kernel, (1,), (x, out), BLOCK=8)
+    assert torch.equal(x, out) and list(trace.arguments) == ["pair[0]", "pair[1]"]
+    assert trace.load_counts("pair[0]").all() and trace.store_counts("pair[1]").all()
+
+
+def test_bfloat16_counts_two_bytes(device):
+    x = torch.randn(27, device=device).bfloat16()
+    out = torch.empty_like(x)
+    trace = tg.trace(_copy_kernel, (4,), x, out, 27, BLOCK=8)
+    assert torch.equal(x, out) and trace.bytes_loaded() == 54
+
+
+def test_watched_variables_are_recorded_whenever_they_change(device):
+    x, out = torch.randn(5, 8, device=device), torch.empty(2, device=device)
+    trace = tg.trace(_rows_kernel, (2,), x, out, 5, 8, BLOCK=8, watch=("total", "twice", "row"))
+    sums = [np.zeros(8), x[0], x[0] + x[2], x[0] + x[2] + x[4], np.zeros(8), x[1], x[1] + x[3]]
+    programs = [0, 0, 0, 0, 1, 1, 1]
+    for (program, value), expected, number in zip(trace.watched["total"], sums, programs, strict=True):
+        assert program == (number, 0, 0)
+        np.testing.assert_allclose(value, 2 * np.asarray(torch.as_tensor(expected).cpu()), rtol=1e-5)
+    assert [int(row) for _, row in trace.watched["row"]] == [0, 2, 4, 1, 3]
+    for (_, value), row in zip(trace.watched["twice"], (0, 2, 4, 1, 3), strict=True):
+        np.testing.assert_array_equal(value, 2 * x[row].cpu())
+
+
+def test_watching_leaves_a_debugger_in_place(device):
+    before = sys.gettrace()
+    x = torch.zeros(8, device=device)
+    tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, watch="offsets")
+    assert sys.gettrace() is before
+
+
+def test_trace_refuses_what_is_no_kernel(device):
+    x = torch.zeros(8, device=device)
+    tuned = triton.autotune([triton.Config({"BLOCK": 8})], key=[])(_copy_kernel)
+    with pytest.raises(TypeError, match=r"kernel must be a function under @triton\.jit, got Autotuner; pass what it"):
+        tg.trace(tuned, (1,), x, x, 8)
+    with pytest.raises(TypeError, match="missing a required argument: 'BLOCK'"):
+        tg.trace(_copy_kernel, (1,), x, x, 8)
+    with pytest.raises(ValueError, match="watch must name variables that the kernel sets, got total"):
+        tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, watch=("offsets", "total"))
+    with pytest.raises(ValueError, match="argument must be one of x_ptr, out_ptr, got 'y_ptr'"):
+        tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8).owner("y_ptr")
+
+
+COMPILE_TRACE_COMPILE = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+import triton_gallery as tg
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import test_trace
+
+assert type(test_trace._rows_kernel).__name__ == "JITFunction"
+
+def compiled():
+    signature = dict(x_ptr="*fp32", out_ptr="*fp32", n_rows="i32", row_stride="i32", BLOCK="constexpr")
+    source = ASTSource(test_trace._rows_kernel, signature, dict(BLOCK=8))
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+
+before = compiled()
+x, out = torch.randn(5, 8), torch.empty(2)
+trace = tg.trace(test_trace._rows_kernel, (2,), x, out, 5, 8, BLOCK=8, watch="twice")
+torch.testing.assert_close(out, torch.stack([2 * x[0::2].sum(), 2 * x[1::2].sum()]))
+assert trace.load_counts("x_ptr").sum() == 40 and len(trace.watched["twice"]) == 5
+assert not triton.knobs.runtime.interpret and compiled() == before and "tt.reduce" in before
+"""
+
+
+def test_trace_works_in_a_process_that_compiles(tmp_path):
+    script = COMPILE_TRACE_COMPILE.format(tests=os.path.dirname(__file__))
+    settings = {"TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | settings | {"PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
