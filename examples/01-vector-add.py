@@ -117,23 +117,6 @@ owner
 # Four programs with blocks of 8 cover 27 elements and could touch 32. The *mask* `offsets < n_elements` switches five
 # lanes of the last program off: where we had put -1, it still stands.
 
-import matplotlib.pyplot as plt
-from matplotlib.colors import ListedColormap
-
-figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
-okabe_ito = ListedColormap(["#FFFFFF", "#56B4E9", "#E69F00", "#CC79A7", "#A6D8C8"])
-axes.pcolormesh(owner.view(4, 8).cpu(), cmap=okabe_ito, vmin=-1, vmax=3, edgecolors="white", linewidth=2)
-for offset, program in enumerate(owner.tolist()):
-    label = str(offset) if program >= 0 else "masked"
-    axes.text(offset % 8 + 0.5, offset // 8 + 0.5, label, ha="center", va="center", color="black")
-axes.set_xticks([lane + 0.5 for lane in range(8)], range(8))
-axes.set_yticks([program + 0.5 for program in range(4)], range(4))
-axes.invert_yaxis()
-axes.set_xlabel("lane of the block")
-axes.set_ylabel("program id")
-axes.set_title("Which program wrote which of 27 elements, in blocks of 8")
-plt.show()
-
 # %%
 # The kernel that the library runs
 # --------------------------------
@@ -154,6 +137,45 @@ def my_add(x, y):
     _add_kernel[grid](x, y, out, n_elements, BLOCK_SIZE=1024)
     return out
 
+
+# %%
+# Every access of a launch, on record
+# -----------------------------------
+#
+# We need not guess what such a launch does. `tg.trace` runs it in the interpreter, with a GPU or without one, and
+# writes down every load and every store: which program, which argument, which elements, which lanes. It takes what
+# the launch takes, so it works on any kernel that you write yourself.
+
+x, y = torch.randn(2, 27, device=DEVICE)
+out = torch.empty_like(x)
+trace = tg.trace(_add_kernel, (4,), x, y, out, 27, BLOCK_SIZE=8)
+torch.testing.assert_close(out, x + y, rtol=0, atol=0)
+print(trace)
+
+# %%
+# This is the cost from the top of the page, measured: each element of three vectors is touched once, 12 bytes for
+# each of 27 sums. The column `outside` counts lanes that were switched on and point past the end of their vector. It
+# should be 0, always.
+#
+# In the picture, look for the staircase: each program has a step of its own, at the same place in all three vectors.
+# The last step is cut short. Its hatched lanes lie past the end, and the mask has switched them off.
+
+import matplotlib.pyplot as plt
+
+figure, axes = plt.subplots(3, 1, figsize=(8, 5), sharex=True, sharey=True, layout="constrained")
+figure.suptitle("Which program loads and stores which of 27 elements, in blocks of 8")
+colors = ["#56B4E9", "#E69F00", "#CC79A7", "#009E73"]
+for ax, argument in zip(axes, ("x_ptr", "y_ptr", "out_ptr"), strict=True):
+    for access in trace.accesses:
+        if access.argument == argument:
+            program, off = access.program[0], access.offsets[~access.mask]
+            ax.barh([program] * len(access.hits), 1, left=access.hits, color=colors[program], edgecolor="white")
+            ax.barh([program] * len(off), 1, left=off, color="white", edgecolor="#555555", hatch="////")
+    ax.axvline(27, color="black", linestyle="--", linewidth=1)
+    ax.set(title=f"{argument}: {'stores' if argument == 'out_ptr' else 'loads'}", ylabel="program id", yticks=range(4))
+axes[0].invert_yaxis()
+axes[2].set(xlabel="element; behind the dashed line the vectors have ended", xlim=(0, 32), xticks=range(0, 33, 4))
+plt.show()
 
 # %%
 # What each line is for
@@ -322,6 +344,15 @@ except AssertionError as error:
 # compiler, not by the hardware, not by the check against torch. In a real program these 24 elements might be another
 # layer's weights, and the loss curve would tell, days later. So a test of a kernel needs a guard zone around the
 # output and a size that is not a multiple of the block, and it needs both.
+#
+# A trace finds the mistake without a guard zone. It knows where each argument ends, counts the lanes that miss it, and
+# does not let them through:
+
+neighbours.fill_(7)
+trace = tg.trace(unmasked_add_kernel, (1,), x, y, out, BLOCK_SIZE=1024)
+print(trace)
+assert [access.outside.sum() for access in trace.outside] == [24, 24, 24]
+torch.testing.assert_close(neighbours, torch.full_like(neighbours, 7))
 
 # %%
 # Exercises

@@ -151,6 +151,38 @@ def my_softmax(x):
 
 
 # %%
+# A tile of four short rows is easier to look at. We trace a launch on 10 rows of 12 columns, as on page one, and draw
+# the blocks of the three programs below each other, lane by lane.
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import ListedColormap
+
+x = torch.randn(10, 12, device=DEVICE)
+out = torch.empty_like(x)
+trace = tg.trace(_softmax_fwd_kernel, (3,), x, out, *x.shape, x.stride(0), BLOCK_ROWS=4, BLOCK_COLS=16)
+torch.testing.assert_close(out, torch.softmax(x, dim=1))
+print(trace)
+
+lanes = np.concatenate([np.where(access.mask, access.program[0], -1) for access in trace.loads("x_ptr")])
+figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
+figure.suptitle("The lanes of three programs, each with a tile of 4 × 16, on 10 rows of 12 columns")
+palette = ListedColormap(["#DDDDDD", "#56B4E9", "#E69F00", "#CC79A7"])
+axes.pcolormesh(lanes, cmap=palette, vmin=-1, vmax=2, edgecolors="white", linewidth=1)
+for (row, col), program in np.ndenumerate(lanes):
+    axes.text(col + 0.5, row + 0.5, "−∞" if program < 0 else str(program), ha="center", va="center", fontsize="small")
+axes.add_patch(plt.Rectangle((0, 0), 12, 10, fill=False, edgecolor="black", linewidth=2))
+axes.set(xlabel="column", ylabel="row", xticks=range(0, 17, 2), yticks=range(0, 13, 2), ylim=(12, 0))
+plt.show()
+
+# %%
+# The number in a lane is that of its program. Inside the black frame, the matrix, each number is loaded once and stored
+# once: the two trips, and no third. The grey lanes are the price of powers of two. They read nothing and hold
+# :math:`-\infty`, to the right of the matrix because 12 is not 16, below it because three tiles have room for 12 rows.
+# Two of the last program's rows hold nothing else. They come to :math:`-\infty - (-\infty)`, which is NaN, and the mask
+# keeps that from being stored.
+
+# %%
 # What the hard lines are for
 # ---------------------------
 #
@@ -222,8 +254,6 @@ assert math.isclose(history[-1][1], safe_s)
 # The picture shows that row and both statistics as the walk goes on. Whenever a number exceeds all before it, the
 # maximum takes a step up and the sum is scaled down. At the end both are what the safe softmax computes.
 
-import matplotlib.pyplot as plt
-
 figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 4.4), sharex=True, layout="constrained")
 figure.suptitle("The online softmax of one row: each new maximum rescales the sum")
 seen = range(1, len(row) + 1)
@@ -267,6 +297,40 @@ def my_online_softmax(x):
 x = torch.randn(41, 7811, device=DEVICE) + 100
 x[7, :3000] = -math.inf  # two blocks with nothing in them, and a part of the third
 torch.testing.assert_close(my_online_softmax(x), torch.softmax(x, dim=1))
+
+# %%
+# Both walks can be seen in a trace of one program, here on a single row of 100 numbers in blocks of 16. This time we
+# ask for variables, too: `watch` names those whose value is recorded whenever it changes.
+
+x = torch.linspace(-2, 2, 100, device=DEVICE)[None] + torch.randn(1, 100, device=DEVICE)
+out = torch.empty_like(x)
+trace = tg.trace(_softmax_online_fwd_kernel, (1,), x, out, *x.shape, 100, BLOCK_COLS=16, watch=("m", "row_max"))
+torch.testing.assert_close(out, torch.softmax(x, dim=1))
+maxima = np.array([m for _, m in trace.watched["m"]][-7:])  # one row for each block of the first walk
+(_, row_max), *_ = trace.watched["row_max"]
+assert maxima.max() == row_max == x.max().item()
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
+figure.suptitle("The online kernel on one row: two walks, and a running maximum for each of 16 lanes")
+for step, access in enumerate(trace.accesses):
+    color = "#D55E00" if access.kind == "store" else "#0072B2" if step < 7 else "#56B4E9"
+    left.barh([step] * len(access.hits), 1, left=access.hits, color=color, edgecolor="white", linewidth=0.3)
+left.set(title="what is touched when", xlabel="column", ylabel="load or store, in order of time")
+left.set(yticks=range(0, 21, 5), ylim=(21, -1))
+for place, (label, color) in enumerate((("first walk", "#0072B2"), ("second", "#56B4E9"), ("store", "#D55E00"))):
+    left.text(99, 0.5 + 1.5 * place, label, color=color, ha="right", weight="bold")
+right.step(range(1, 8), maxima, where="post", color="#0072B2", linewidth=1, alpha=0.6)
+right.axhline(row_max.item(), color="#D55E00", linestyle="--", label="row_max, where the lanes meet")
+right.set(title="m, lane by lane", xlabel="blocks seen", ylabel="running maximum (as x, no unit)")
+right.legend(loc="upper left")
+right.set_ylim(top=row_max * 1.3)
+plt.show()
+
+# %%
+# On the left, time runs down. The first walk only loads. The second loads the same blocks again, which is what the L2
+# cache has to answer, and stores each of them at once. On the right are the sixteen running maxima. None of them falls,
+# and none looks at its neighbours: lanes need no communication until the dashed line, where `_online_finish` takes the
+# largest.
 
 # %%
 # How it differs from the Python loop
@@ -514,4 +578,4 @@ for name, softmax in [("our kernel", my_softmax), ("zero-padded", zero_padded_so
 
 print(tg.benchmark.environment())
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 4

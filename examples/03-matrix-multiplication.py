@@ -213,26 +213,8 @@ for name, tiles in orders.items():
 
 # %%
 # Both orders have 16 results to show for it. The closer the running tiles are to a square, the fewer strips they need,
-# as with a single tile: the group is a tile of tiles, and L2 is its memory.
-
-import matplotlib.pyplot as plt
-
-figure, axes = plt.subplots(1, 2, figsize=(9.5, 5.2), layout="constrained")
-figure.suptitle("The order of 12 × 12 tiles; the 16 that are computed first are orange")
-for (name, tiles), plot in zip(orders.items(), axes, strict=True):
-    for i, (m, n) in enumerate(tiles):
-        color = "#E69F00" if i < 16 else "#BBD9EC"
-        plot.add_patch(plt.Rectangle((n, m), 1, 1, facecolor=color, edgecolor="white", linewidth=2))
-        plot.text(n + 0.5, m + 0.5, str(i), ha="center", va="center", color="black", fontsize="small")
-    of_a, of_b = strips(tiles[:16])
-    plot.set(title=f"{name}: {of_a} + {of_b} strips", xlim=(0, 12), ylim=(12, 0), aspect="equal")
-    plot.set(xlabel="column of tiles (strip of B)", ylabel="row of tiles (strip of A)")
-    plot.set_xticks([n + 0.5 for n in range(12)], range(12))
-    plot.set_yticks([m + 0.5 for m in range(12)], range(12))
-plt.show()
-
-# %%
-# The same count for a GPU with 132 multiprocessors and 32 × 32 tiles, in the groups of 8 rows that the library uses:
+# as with a single tile: the group is a tile of tiles, and L2 is its memory. The same count for a GPU with 132
+# multiprocessors and 32 × 32 tiles, in the groups of 8 rows that the library uses:
 
 for group in (1, 8):
     of_a, of_b = strips(order(32, 32, group)[:132])
@@ -260,6 +242,76 @@ def my_matmul(a, b):
     _matmul_kernel[grid](a, b, None, out, None, *sizes, 0, (1,), (0,), (0,), **blocks, EVEN_K=K % 32 == 0)
     return out
 
+
+# %%
+# Which strips does a program load?
+# ---------------------------------
+#
+# The count above trusted our formula. Now we let the whole kernel run and watch it. `tg.trace` of page one tells us,
+# for each of 12 × 12 programs, the tile that it stores and the rows of :math:`A` and columns of :math:`B` that it loads
+# for it. We do this for both orders.
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+a, b = torch.randn(192, 32, device=DEVICE).half(), torch.randn(32, 192, device=DEVICE).half()
+traces = {}
+for name, group in (("row by row", 1), ("in groups of 4 rows", 4)):
+    out = torch.empty(192, 192, dtype=a.dtype, device=DEVICE)
+    sizes, blocks = (192, 192, 32, *a.stride(), *b.stride()), dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, GROUP_M=group)
+    trace = tg.trace(_matmul_kernel, (144,), a, b, None, out, None, *sizes, 0, (1,), (0,), (0,), **blocks, EVEN_K=True)
+    torch.testing.assert_close(out, a @ b)
+    traces[name] = trace
+
+
+def fetched(trace, room=12):
+    """How many strips the first 1, 2, 3, ... programs fetch, if a cache has room for the strips used last."""
+    cache, n_fetched, history = [], 0, []
+    for program in range(trace.n_programs):
+        rows = np.flatnonzero(trace.load_counts("a_ptr", program).any(axis=1))
+        cols = np.flatnonzero(trace.load_counts("b_ptr", program).any(axis=0))
+        assert len(rows) == len(cols) == 16
+        for strip in (("A", rows[0]), ("B", cols[0])):
+            n_fetched += strip not in cache
+            cache = [other for other in cache if other != strip][1 - room :]
+            cache.append(strip)
+        history.append(n_fetched)
+    return history
+
+
+# %%
+# Each square of the picture is a tile, and its number that of the program that stored it; the 16 that come first are
+# orange. Compare their outlines: a stripe and a bit in the one case, a square in the other. The curves beside them
+# follow the programs one after another through a cache with room for 12 strips, half of what there is. They count the
+# strips that have to come from memory.
+
+figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained", width_ratios=[1, 1, 0.9])
+figure.suptitle("The order of 12 × 12 tiles, and the strips of A and B that have to come from memory")
+styles = {"row by row": ("#0072B2", "--"), "in groups of 4 rows": ("#D55E00", "-")}
+for (name, trace), plot in zip(traces.items(), axes, strict=False):
+    owner = trace.owner("out_ptr")[::16, ::16]  # every element of a tile has the same owner
+    assert (trace.owner("out_ptr") == np.kron(owner, np.ones((16, 16)))).all()
+    for (m, n), i in np.ndenumerate(owner):
+        assert orders[name][i] == (m, n)
+        color = "#E69F00" if i < 16 else "#BBD9EC"
+        plot.add_patch(plt.Rectangle((n, m), 1, 1, facecolor=color, edgecolor="white", linewidth=2))
+        plot.text(n + 0.5, m + 0.5, str(i), ha="center", va="center", color="black", fontsize="x-small")
+    plot.set(title=name, xlim=(0, 12), ylim=(12, 0), aspect="equal")
+    plot.set(xlabel="column of tiles (strip of B)", ylabel="row of tiles (strip of A)")
+    color, linestyle = styles[name]
+    axes[2].plot(range(1, 145), fetched(trace), color=color, linestyle=linestyle, label=name)
+axes[2].axhline(24, color="#555555", linestyle=":", linewidth=1.5, label="every strip once")
+axes[2].set(title="with a cache for 12 strips", xlabel="programs that have run", ylabel="strips fetched", ylim=(0, 165))
+axes[2].legend(loc="upper left")
+plt.show()
+
+print({name: fetched(trace)[-1] for name, trace in traces.items()})
+
+# %%
+# The kernel does what the formula promised. Row by row, each tile fetches a strip of :math:`B`: when a row of tiles
+# begins anew, its first strip has left the cache to make room for the last. In groups, four tiles use a strip of
+# :math:`B` while it is there, and the four strips of :math:`A` never leave. All of :math:`A` and :math:`B` twice over
+# is what they fetch in the end, against more than six times.
 
 # %%
 # What the hard lines are for

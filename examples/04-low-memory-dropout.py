@@ -184,14 +184,52 @@ torch.testing.assert_close(out, stored_mask_dropout(x, keep, p))
 print(f"kept {keep.double().mean().item():.4f} of the elements, expected {1 - p:.4f}")
 
 # %%
+# Every call of the generator, on record
+# --------------------------------------
+#
+# Who draws what? We trace two launches on 32 elements, one in blocks of 8 and one in blocks of 16, and watch the
+# variable `counters` of `_draw_block`. The trace tells which program stores an element and which program asks for a
+# counter.
+
+import matplotlib.pyplot as plt
+
+figure, axes = plt.subplots(2, 1, figsize=(9, 4), sharex=True, layout="constrained")
+figure.suptitle("Which program makes which call of Philox, and which elements it serves, for two block sizes")
+colors = ["#56B4E9", "#E69F00", "#CC79A7", "#66C2A5"]
+traces = {}
+for block_size, ax in zip((8, 16), axes, strict=True):
+    x = torch.ones(32, device=DEVICE)
+    arguments = (x, torch.empty_like(x), 32, seed, None, round(p * 2**32), 1 / (1 - p))
+    trace = tg.trace(_dropout_kernel, (32 // block_size,), *arguments, BLOCK_SIZE=block_size, watch="counters")
+    traces[block_size] = trace
+    for (program, *_), counters in trace.watched["counters"]:
+        for counter in counters:
+            ax.add_patch(plt.Rectangle((4 * counter, 1), 4, 0.9, facecolor=colors[program], edgecolor="white"))
+            ax.text(4 * counter + 2, 1.45, f"counter {counter}", ha="center", va="center", fontsize="small")
+    for element, program in enumerate(trace.owner("out_ptr")):
+        ax.add_patch(plt.Rectangle((element, 0), 1, 0.9, facecolor=colors[program], edgecolor="white"))
+        ax.text(element + 0.5, 0.45, str(element % 4), ha="center", va="center", fontsize="small")
+    ax.set(title=f"blocks of {block_size}: {trace.n_programs} programs, a colour for each", xlim=(0, 32), ylim=(0, 2))
+    ax.set_yticks([0.45, 1.45], ["word", "call"])
+axes[1].set(xlabel="element", xticks=range(0, 33, 4))
+plt.show()
+
+assert torch.equal(traces[8].arguments["out_ptr"], traces[16].arguments["out_ptr"])
+print(traces[8])
+
+# %%
+# Four elements share a call, one word each. The colours differ from picture to picture, since a larger block gives an
+# element to another program; the counters above it do not. That is why both launches keep the same elements, and why
+# a backward pass with another block size would, too. The table has a line for :math:`x` and a line for the result, and
+# none for a mask.
+
+# %%
 # Two seeds, two masks
 # --------------------
 #
 # Here is what the kernel keeps of a 48 × 48 matrix under two seeds, and how the kept fraction of a long vector
 # settles. Chance allows it to stray by :math:`\sqrt{p (1 - p) / n}`, its standard deviation; the grey band is four of
 # those wide on each side.
-
-import matplotlib.pyplot as plt
 
 figure, axes = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained", width_ratios=[1, 1, 1.4])
 figure.suptitle("Which elements dropout with p = 0.5 keeps under two seeds, and the fraction it keeps")
@@ -399,4 +437,4 @@ for dropout in (my_dropout, repeating_dropout):
 
 print(tg.benchmark.environment())
 
-# sphinx_gallery_thumbnail_number = 3
+# sphinx_gallery_thumbnail_number = 4

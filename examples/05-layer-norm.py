@@ -231,54 +231,79 @@ torch.testing.assert_close(y, expected)
 #   rows of a tile meet once, after the loop.
 # - In the second kernel a program owns 16 columns, loads all partial rows of them as one tile and adds them up.
 #
-# The launcher takes the number of programs as an argument, so that we can play with it:
+# The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
+# we can watch:
 
 
-def layer_norm_backward(dy, x, w, mean, rstd, n_programs, BLOCK_M=1):
+def launch(kernel, grid, *args, **meta):
+    kernel[grid](*args, **meta)
+
+
+def layer_norm_backward(dy, x, w, mean, rstd, n_programs, BLOCK_M=1, launch=launch):
     (M, N), dx, dw, db = x.shape, torch.empty_like(x), torch.empty_like(w), torch.empty_like(w)
     dw_partial, db_partial = torch.empty(2, n_programs, N, device=x.device)
-    _layer_norm_bwd_kernel[(1, n_programs)](
+    launch(
+        _layer_norm_bwd_kernel, (1, n_programs),
         dy, x, w, mean, rstd, None, dx, dw_partial, db_partial, M, N, dy.stride(0), dy.stride(1), x.stride(0),
         BLOCK_M, BLOCK_N=triton.next_power_of_2(N), NUM_STAGES=3, num_warps=16,
     )  # fmt: skip
-    _layer_norm_bwd_dwdb_kernel[(triton.cdiv(N, 16),)](
-        dw_partial, db_partial, dw, db, n_programs, N, BLOCK_P=triton.next_power_of_2(n_programs), BLOCK_N=16
-    )
-    return dx, dw, db, db_partial
+    launch(
+        _layer_norm_bwd_dwdb_kernel, (triton.cdiv(N, 16),),
+        dw_partial, db_partial, dw, db, n_programs, N, BLOCK_P=triton.next_power_of_2(n_programs), BLOCK_N=16,
+    )  # fmt: skip
+    return dx, dw, db
 
 
 # %%
-# Who owns which row? We let the kernel tell. If `dy` is the identity matrix, row :math:`i` adds its 1 to column
-# :math:`i` of `db`. So the partial sums of `db` show, for each program, exactly the rows that it has seen.
+# Who owns which row? `tg.trace` (page one) runs a launch in the interpreter and records each load and store. We trace
+# both kernels on 24 rows of 40 columns, with four programs and tiles of two rows.
 
 import matplotlib.pyplot as plt
 from matplotlib.colors import ListedColormap
 
-rows, programs = 24, 4
-tiny = torch.randn(rows, rows, device=DEVICE)
-ones = torch.ones(rows, device=DEVICE)
-_, tiny_mean, tiny_rstd = layer_norm_forward(tiny, ones, ones)
-dy = torch.eye(rows, device=DEVICE)
-*_, tiny_db, tiny_db_partial = layer_norm_backward(dy, tiny, ones, tiny_mean, tiny_rstd, programs, BLOCK_M=2)
+small, small_dy = torch.randn(2, 24, 40, device=DEVICE)
+small_w = torch.randn(40, device=DEVICE)
+_, small_mean, small_rstd = layer_norm_forward(small, small_w, small_w)
+traces = []
 
-palette = ListedColormap(["white", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#555555"])
-owner = torch.arange(1, programs + 1, device=DEVICE)[:, None]
-fig, axes = plt.subplots(2, 1, figsize=(8, 3.6), sharex=True, layout="constrained", height_ratios=(programs, 1))
-fig.suptitle("Partial sums of db when dy is the identity: which program has seen which row")
-for ax, picture in zip(axes, (tiny_db_partial * owner, tiny_db[None] * (programs + 1)), strict=True):
-    ax.pcolormesh(picture.cpu(), cmap=palette, vmin=0, vmax=programs + 1, edgecolors="lightgrey", linewidth=0.5)
-axes[0].set(yticks=[i + 0.5 for i in range(programs)], yticklabels=range(programs), ylabel="program")
-axes[0].set(title="what the first kernel writes: one partial row for each program")
-axes[0].invert_yaxis()
-axes[1].set(title="what the second kernel makes of it: every row counted once", xlabel="row of x", yticks=[])
-axes[1].set(xticks=[i + 0.5 for i in range(0, rows, 2)], xticklabels=range(0, rows, 2))
-plt.show()
 
-assert torch.equal(tiny_db, ones)
+def launch_traced(*args, **meta):
+    traces.append(tg.trace(*args, **meta))
+
+
+layer_norm_backward(small_dy, small, small_w, small_mean, small_rstd, 4, BLOCK_M=2, launch=launch_traced)
+first, second = traces
+print(first, second, sep="\n\n")
 
 # %%
-# Each program took tiles of two rows, and every fourth tile: 0 and 1, 8 and 9, 16 and 17 for program 0. The sum below
-# is 1 everywhere, so no row was missed and none was counted twice.
+# The first table shows the three trips: `dy` and `x` are loaded once, `dx` is stored once. The sums are stored once for
+# each program, four rows of 40. The second kernel loads these and no row of `x`. In the picture, look at the colours
+# of the rows on top: tiles of two rows take turns, and all rows of a colour end up in one row of the middle panel.
+# Below, the second kernel goes across: a program of it owns columns and reads all four rows above them.
+
+palette = ListedColormap(["#0072B2", "#E69F00", "#009E73", "#CC79A7"])
+pictures = {
+    "dx: which program of the first kernel stores it": (first.owner("dx_ptr"), "row"),
+    "partial sums of dw: a row for each program of the first kernel": (first.owner("dw_partial_ptr"), "program"),
+    "dw: which program of the second kernel stores it": (second.owner("dw_ptr")[None], ""),
+}
+fig, axes = plt.subplots(3, 1, figsize=(8, 6), sharex=True, layout="constrained", height_ratios=(12, 4, 1.2))
+fig.suptitle("Layer norm backward: who owns which rows, which partial sums and which columns")
+for ax, (title, (owner, label)) in zip(axes, pictures.items(), strict=True):
+    ax.pcolormesh(owner, cmap=palette, vmin=0, vmax=3, edgecolors="white", linewidth=0.5)
+    step = max(1, len(owner) // 6)
+    ax.set(title=title, ylabel=label, yticks=[i + 0.5 for i in range(0, len(owner), step)], ylim=(len(owner), 0))
+    ax.set_yticklabels(range(0, len(owner), step))
+axes[2].set(xlabel="column", yticks=[])
+legend = [plt.Rectangle((0, 0), 1, 1, color=palette(i)) for i in range(4)]
+fig.legend(legend, [f"program {i}" for i in range(4)], loc="outside lower center", ncols=4, frameon=False)
+plt.show()
+
+assert (first.load_counts("x_ptr") == 1).all() and (second.load_counts("dw_partial_ptr") == 1).all()
+
+# %%
+# Every row of `x` is loaded by one program, once, and every partial sum is read once: no row was missed and none was
+# counted twice.
 #
 # Now the gradients on the awkward shape, against torch's, and then once more with the same number of programs and with
 # another one:
@@ -287,12 +312,12 @@ dy = torch.randn(M, N, device=DEVICE)
 leaves = [t.clone().requires_grad_() for t in (x, w, b)]
 expected_grads = torch.autograd.grad(torch.nn.functional.layer_norm(leaves[0], (N,), *leaves[1:]), leaves, dy)
 
-grads = layer_norm_backward(dy, x, w, mean, rstd, n_programs=16)[:3]
+grads = layer_norm_backward(dy, x, w, mean, rstd, n_programs=16)
 for grad, expected_grad in zip(grads, expected_grads, strict=True):
     torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
 
-again = layer_norm_backward(dy, x, w, mean, rstd, n_programs=16)[:3]
-others = layer_norm_backward(dy, x, w, mean, rstd, n_programs=5)[:3]
+again = layer_norm_backward(dy, x, w, mean, rstd, n_programs=16)
+others = layer_norm_backward(dy, x, w, mean, rstd, n_programs=5)
 print("16 programs, twice: dw repeats bit for bit:", torch.equal(grads[1], again[1]))
 print(" 5 programs:        dw has the same bits:  ", torch.equal(grads[1], others[1]))
 
