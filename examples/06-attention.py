@@ -250,15 +250,21 @@ plt.show()
 # quote: triton_gallery.attention._attention_fwd_kernel
 
 # %%
-# The launcher turns the causal mask into limits, and `scale` into a number.
+# The launcher turns the causal mask into limits, and `scale` into a number. How it launches is an argument, so that we
+# can watch the kernel below.
 
 
-def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32):
+def launch(kernel, grid, *args, **meta):
+    kernel[grid](*args, **meta)
+
+
+def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, launch=launch):
     (batch, n_heads, seq_q, head_dim), (_, n_kv_heads, seq_k, _) = q.shape, k.shape
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device)
     BLOCK_D = triton.next_power_of_2(head_dim)
     n_programs = triton.cdiv(seq_q, BLOCK_M) * batch * n_heads
-    _attention_fwd_kernel[(n_programs,)](
+    launch(
+        _attention_fwd_kernel, (n_programs,),
         q, k, v, out, lse, seq_q, seq_k, n_heads, n_heads // n_kv_heads, batch * n_heads,
         q.stride(), k.stride(), v.stride(), out.stride(), 0, 0, head_dim**-0.5,
         HAS_LOWER=False, HAS_UPPER=is_causal, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
@@ -311,6 +317,85 @@ for is_causal in (False, True):
     if is_causal:
         s = s.masked_fill(torch.ones(113, 130, dtype=torch.bool, device=DEVICE).triu(1), -math.inf)
     torch.testing.assert_close(lse, torch.logsumexp(s, dim=-1), rtol=1e-4, atol=1e-4)
+
+# %%
+# One query on its way along the keys
+# -----------------------------------
+#
+# What did the kernel really do? `tg.trace` (page one) runs a launch in the interpreter and records every load and
+# store. It also keeps the values of the variables in `watch`. We trace one head of 96 positions with a causal mask, in
+# tiles of 16 queries and 16 keys.
+
+import numpy as np
+
+traces = []
+
+
+def launch_traced(*args, **meta):
+    traces.append(tg.trace(*args, **meta, watch=("row_max", "row_sum", "rescale", "acc")))
+
+
+q1, k1, v1 = torch.randn(3, 1, 1, 96, 16, device=DEVICE).unbind()
+k1 = k1 * torch.linspace(0.5, 2.5, 96, device=DEVICE)[:, None]  # later keys have larger scores
+out, _ = my_attention(q1, k1, v1, is_causal=True, BLOCK_M=16, BLOCK_N=16, launch=launch_traced)
+(trace,) = traces
+
+visited = np.full((6, 6), -1)  # for each tile of queries and tile of keys: when its program came there
+tile_owner = trace.owner("out_ptr")[0, 0, ::16, 0]
+for row, program in enumerate(tile_owner.tolist()):
+    for order, access in enumerate(trace.loads("k", program)):
+        visited[row, access.hits[0] // (16 * 16)] = order
+kinds = tile_kinds(96, 96, None, 0, block=16).numpy()
+assert ((visited >= 0) == (kinds > 0)).all()
+print(trace)
+
+# %%
+# The table has lines for the inputs, the output and the logsumexp, and none for scores. A tile of keys is loaded up to
+# six times: once for each tile of queries that may see it.
+#
+# On the left of the picture, the number in a tile says when its program computed it, among its own. Orange tiles need a
+# mask, as before, and empty ones were never loaded. The last queries have the lowest program number, since the longest
+# row starts first. On the right we follow the last query of all through its six tiles. Look for the steps of the
+# maximum, and at the factor below each of them.
+
+
+def of_last_query(name, n):
+    """The first n values of a variable in program 0, for the last of its queries."""
+    return np.array([value[15] for program, value in trace.watched[name] if program == (0, 0, 0)])[:n]
+
+
+row_max, row_sum, rescale, acc = map(of_last_query, ("row_max", "row_sum", "rescale", "acc"), (7, 7, 6, 7))
+figure = plt.figure(figsize=(10, 5.4), layout="constrained")
+figure.suptitle("Causal attention in tiles: the order of the tiles, and the running values of the last query")
+axes = figure.subplot_mosaic([["tiles", "max"], ["tiles", "rescale"], ["tiles", "out"]], width_ratios=[1.15, 1])
+ax = axes["tiles"]
+ax.pcolormesh(kinds, cmap=ListedColormap(colors.values()), vmin=0, vmax=2, edgecolors="#999999", lw=0.5)
+for (row, col), order in np.ndenumerate(visited):
+    if order >= 0:
+        color = "white" if kinds[row, col] == 2 else "black"
+        ax.text(col + 0.5, row + 0.5, str(order), color=color, ha="center", va="center")
+places, labels = (
+    [i + 0.5 for i in range(6)],
+    [f"{16 * i} to {16 * i + 15},\nprogram {n}" for i, n in enumerate(tile_owner)],
+)
+ax.set(title="when a tile is computed", xlabel="tile of 16 keys", ylabel="queries", aspect="equal", ylim=(6, 0))
+ax.set(xticks=places, xticklabels=range(6), yticks=places, yticklabels=labels)
+tiles = range(1, 7)
+axes["max"].step(tiles, row_max[1:] * math.log(2), where="post", color="#0072B2", marker="o", markersize=4)
+axes["max"].set(title="row_max: the reference", ylabel="score (no unit)")
+axes["rescale"].bar(tiles, rescale, color="#E69F00", width=0.5)
+axes["rescale"].set(title="rescale: what the old sums are multiplied by", ylabel="factor", ylim=(0, 1.05))
+axes["out"].plot(tiles, acc[1:, :4] / row_sum[1:, None], color="#009E73", marker="o", markersize=3)
+axes["out"].plot([6] * 4, out[0, 0, 95, :4].cpu(), "kx")
+axes["out"].set(
+    title="acc / row_sum: four numbers of the output, and out", xlabel="tiles of keys seen", ylabel="value (no unit)"
+)
+plt.show()
+
+# %%
+# The first factor is 0, since nothing was summed before the first tile. Where the maximum stays, the factor is 1. Where
+# it takes a step up, everything so far shrinks at once, the sum and the accumulator alike. The quotient below is a
+# softmax over the keys seen so far, right at any time. After the last tile it is the output, marked by crosses.
 
 # %%
 # Five products lead back
@@ -821,4 +906,4 @@ check(tg.attention(q1[None], k1[None], v1[None], is_causal=True, window=16)[0], 
 
 print(tg.benchmark.environment())
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 3
