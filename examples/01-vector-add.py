@@ -276,6 +276,22 @@ report.plot()
 report
 
 # %%
+# Under the roofline
+# ------------------
+#
+# The sentence from the top of this page has a picture. Across goes the *arithmetic intensity*, operations per byte, and
+# up goes the rate of arithmetic. No kernel gets above the *roofline*: on its slope memory sets the time, on its flat
+# part the arithmetic units do. An addition stands at 1/12 operation per byte and nothing can move it to the right.
+
+rates = report.series("triton_gallery")
+tg.benchmark.roofline(report, {f"$2^{{{n}}}$ elements": (1 / 12, rates[2**n] / 12 / 1000) for n in (16, 20, 28)})
+
+# %%
+# Look at how far left the points are: there are thousands of times more operations to be had than an addition has use
+# for. (The flat part is that of the matrix unit, which this page does not use; without it the roof is lower, and still
+# far away.) Only the distance to the slope counts, and large vectors close it.
+
+# %%
 # What the compiler made of it
 # ----------------------------
 #

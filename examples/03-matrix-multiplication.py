@@ -510,6 +510,21 @@ report_fp8.plot()
 report_fp8
 
 # %%
+# Over the ridge
+# --------------
+#
+# This is the first page whose points can leave the slope of the roofline. The intensity of a square product is
+# :math:`2 n^3 / 6 n^2 = n / 3` operations per byte in float16, so each doubling of the sides moves it to the right.
+
+rates = report_fp16.series("triton_gallery")
+tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 512, 1024, 2048, 4096, 8192)})
+
+# %%
+# Follow the points from the left. The small ones lie far below the slope, held back by the launch and by too few tiles
+# to keep all multiprocessors busy; so does the first one behind the ridge. From there on the matrix unit is what limits
+# us. More intensity does not help any more, and a little less traffic would not be noticed.
+
+# %%
 # What the compiler made of it
 # ----------------------------
 #

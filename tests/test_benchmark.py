@@ -366,6 +366,61 @@ def test_plot_says_what_where_and_in_which_units(records):
     plt.close("all")
 
 
+def commit_limits(records, gpu="NVIDIA H200"):
+    """Records of a copy at 4000 GB/s and a product at 800 TFLOP/s: the ridge is at 200 operations per byte."""
+    commit(records, make_record(benchmark="vector-add-fp32", gpu=gpu, limit={"name": "copy by torch", "value": 4000.0}))
+    for kind, value in (("fp16", 800.0), ("fp8", 1600.0)):
+        limit = {"name": "torch.matmul 8192³", "value": value}
+        commit(records, make_record(benchmark=f"matmul-{kind}", gpu=gpu, unit="TFLOP/s", limit=limit))
+
+
+def test_roofline_of_a_record(records):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    commit_limits(records)
+    benchmark.roofline(benchmark.load("softmax-fp16"), {"slow": (2.0, 4.0), "fast": (400.0, 600.0)})
+    (axes,) = pyplot.gcf().axes
+    assert axes.get_title() == "Softmax <of> rows: roofline of the NVIDIA H200"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("arithmetic intensity (operations per byte)", "rate (TFLOP/s)")
+    slope, flat, slow, fast = axes.lines
+    assert slope.get_xdata()[1] == flat.get_xdata()[0] == 200 and list(flat.get_ydata()) == [800, 800]
+    assert all(y == pytest.approx(4 * x) for x, y in slope.get_xydata())
+    assert slow.get_label() == "slow: 50 % of the roof" and fast.get_label() == "fast: 75 % of the roof"
+    assert slow.get_xydata().tolist() == [[2, 4]] and fast.get_marker() != slow.get_marker()
+    pyplot.close("all")
+
+    benchmark.roofline(benchmark.load("softmax-fp16"), {"fast": (400.0, 600.0)}, title="Products", peak="matmul-fp8")
+    (axes,) = pyplot.gcf().axes
+    assert axes.get_title() == "Products: roofline of the NVIDIA H200" and axes.lines[0].get_xdata()[1] == 400
+    pyplot.close("all")
+
+
+def test_roofline_of_a_live_report_has_the_limits_of_this_run(fake_gpu):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    benchmark.roofline(benchmark.Report(make_record(), live=True), {"a": (1.0, 1.0)})
+    slope, flat, _ = pyplot.gca().lines
+    assert "copy, 4228 GB/s" in slope.get_label() and "matmul-fp16, 4228 TFLOP/s" in flat.get_label()
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize(
+    ("points", "options", "message"),
+    [
+        ({}, {}, "points must have a positive intensity and rate"),
+        ({"a": (1.0, 0.0)}, {}, "points must have a positive intensity and rate"),
+        ({"a": (1.0, 1.0)}, {"peak": "copy"}, "peak must be one of matmul-fp16, matmul-bf16, matmul-fp8, got 'copy'"),
+    ],
+)
+def test_roofline_refuses(points, options, message, records):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        benchmark.roofline(benchmark.load("softmax-fp16"), points, **options)
+
+
+def test_roofline_without_limits_of_that_gpu(records):
+    commit_limits(records, gpu="NVIDIA A100-SXM4-80GB")
+    with pytest.raises(FileNotFoundError, match="nvidia-h200"):
+        benchmark.roofline(benchmark.load("softmax-fp16"), {"a": (1.0, 1.0)})
+
+
 def test_html_table(records):
     html = benchmark.load("softmax-fp16")._repr_html_()
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', html)

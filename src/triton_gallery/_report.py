@@ -3,6 +3,7 @@
 import csv
 import html
 import io
+import itertools
 import json
 import math
 import re
@@ -225,6 +226,28 @@ class Report:
             + "".join(f"<p>{e(note[0].upper() + note[1:])}.</p>\n" for note in notes)
             + f"<p>{links}</p>\n"
         )
+
+
+def plot_roofline(title: str, points: dict[str, tuple[float, float]], bandwidth: dict, peak: dict) -> None:
+    """Draw what `triton_gallery.benchmark.roofline` describes; the limits have a name and a value."""
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(8, 4.8), facecolor="white", layout="constrained")
+    ridge = peak["value"] * 1000 / bandwidth["value"]
+    intensities = [intensity for intensity, _ in points.values()]
+    low, high = min(*intensities, ridge) / 4, max(*intensities, ridge) * 4
+    slope = f"memory: {bandwidth['name']}, {_number(bandwidth['value'])} GB/s"
+    flat = f"arithmetic: {peak['name']}, {_number(peak['value'])} TFLOP/s"
+    ax.plot([low, ridge], [low * bandwidth["value"] / 1000, peak["value"]], color="#0072B2", linewidth=2.5, label=slope)
+    ax.plot([ridge, high], [peak["value"]] * 2, color="#333333", linewidth=2.5, linestyle="--", label=flat)
+    for (label, (intensity, rate)), marker in zip(points.items(), itertools.cycle("oDs^v>P*")):
+        share = _percent(rate / min(peak["value"], intensity * bandwidth["value"] / 1000))
+        style = {"marker": marker, "color": "#D55E00", "markersize": 9, "markeredgecolor": "white", "linestyle": ""}
+        ax.plot(intensity, rate, label=f"{label}: {share} of the roof", **style)
+    ax.set(title=title, xlabel="arithmetic intensity (operations per byte)", ylabel="rate (TFLOP/s)")
+    ax.set(xscale="log", yscale="log", xlim=(low, high))
+    ax.grid(color="#dddddd", linewidth=0.6)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
 def _cell(value: float | None, best: float) -> str:

@@ -27,8 +27,10 @@ from pathlib import Path
 import torch
 import triton
 
-from ._report import FIGURES, OURS, PROVENANCE, Report, is_ours, slug, validate
+from ._report import FIGURES, OURS, PROVENANCE, Report, is_ours, plot_roofline, slug, validate
 
+# A committed record that holds each limit, for reports that were measured elsewhere
+_LIMIT_RECORDS = {"copy": "vector-add-fp32"} | {name: name for name in ("matmul-fp16", "matmul-bf16", "matmul-fp8")}
 LIMITS = {"copy": "GB/s", "matmul-fp16": "TFLOP/s", "matmul-bf16": "TFLOP/s", "matmul-fp8": "TFLOP/s"}
 
 _REFERENCE = re.compile(r"(?P<name>[\w.-]+): (?P<series>.+?)(?: / (?P<base>.+?))? at (?P<at>\S+)")
@@ -197,6 +199,49 @@ def load(name: str) -> Report:
 
 def _records():
     return importlib.resources.files(__package__) / "records"
+
+
+# --- the roofline -----------------------------------------------------------------------------------------------------
+
+
+def roofline(
+    report: Report, points: dict[str, tuple[float, float]], *, title: str | None = None, peak: str = "matmul-fp16"
+) -> None:
+    """Draw points under the roofline of a report's GPU: the rate of a copy times the intensity, up to a peak.
+
+    Both limits were measured: in this process if the report was, and otherwise they come from committed records of the
+    same GPU.
+
+    Args:
+        report: what the points were measured with; names the GPU.
+        points: for each label, the arithmetic intensity in operations per byte and the rate in TFLOP/s. A rate in GB/s
+            becomes one by the intensity of the bytes that were counted.
+        title: what is measured, as a heading; the report's own title when None.
+        peak: the flat part of the roof: "matmul-fp16", "matmul-bf16" or "matmul-fp8".
+
+    Raises:
+        ValueError: there are no points, or they are not positive, or `peak` is no rate of arithmetic.
+        FileNotFoundError: the report was measured on a GPU whose limits no committed record holds.
+
+    Example:
+        >>> import triton_gallery as tg
+        >>> report = tg.benchmark.load("matmul-fp16")
+        >>> rate = report.series("triton_gallery")[4096]
+        >>> tg.benchmark.roofline(report, {"4096³": (4096 / 3, rate)})
+    """
+    if not points or min(map(min, points.values())) <= 0:
+        raise ValueError(f"roofline: points must have a positive intensity and rate, got {points}")
+    if LIMITS.get(peak) != "TFLOP/s":
+        raise ValueError(f"roofline: peak must be one of {', '.join(list(LIMITS)[1:])}, got {peak!r}")
+    heading = f"{title or report.record['title']}: roofline of the {report.record['gpu']}"
+    plot_roofline(heading, points, *(_limit_of(report, kind) for kind in ("copy", peak)))
+
+
+def _limit_of(report: Report, kind: str) -> dict:
+    if report.live:
+        return limit(kind)
+    file = _records() / slug(report.record["gpu"]) / f"{_LIMIT_RECORDS[kind]}.json"
+    return json.loads(file.read_text(encoding="utf-8"))["limit"]
 
 
 # --- a benchmark ------------------------------------------------------------------------------------------------------
