@@ -19,6 +19,7 @@ extensions = [
     "kernels",
     "measured",
     "run",
+    "solutions",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx.ext.mathjax",

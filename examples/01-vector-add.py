@@ -381,6 +381,81 @@ torch.testing.assert_close(neighbours, torch.full_like(neighbours, 7))
 #    tensor and check it. (Hint: the address of element :math:`i` is the pointer plus :math:`i` times the stride.)
 
 # %%
+# Solutions
+# ---------
+#
+# They run when this page is built, and each of them checks itself.
+#
+# Solution 1: multiply and add in one kernel
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The kernel reads three vectors and writes one, 16 bytes per element. The two steps move 24, so at best the fused
+# kernel takes two thirds of their time.
+
+
+@triton.jit
+def multiply_add_kernel(x_ptr, y_ptr, z_ptr, out_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < n_elements
+    product = tl.load(x_ptr + offsets, mask=mask) * tl.load(y_ptr + offsets, mask=mask)
+    tl.store(out_ptr + offsets, product + tl.load(z_ptr + offsets, mask=mask), mask=mask)
+
+
+x, y, z = torch.randn(3, 10007, device=DEVICE)
+out = torch.empty_like(x)
+trace = tg.trace(multiply_add_kernel, (triton.cdiv(10007, 1024),), x, y, z, out, 10007, BLOCK_SIZE=1024)
+torch.testing.assert_close(out, x * y + z)
+assert trace.bytes_loaded() + trace.bytes_stored() == 16 * 10007
+
+# %%
+# Solution 2: a block of 1000
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The length of a block must be a power of two: its elements are dealt out to threads, and their number is one. A length
+# of 1000 takes a block of 1024 and a mask.
+
+from triton.errors import TritonError
+
+try:
+    _add_kernel[(1,)](x, y, out, 1000, BLOCK_SIZE=1000)
+except TritonError as error:
+    message = str(error)
+    print(message.splitlines()[-1])
+assert "power of 2" in message
+
+# %%
+# Solution 3: strides
+# ~~~~~~~~~~~~~~~~~~~
+#
+# `x[::2]` shares its memory with `x`, two elements apart. The kernel knows nothing of that and reads neighbours, so it
+# returns the first halves of `x` and `y` added up. A trace notices: every other lane points between two elements of its
+# argument, which is outside. With a stride the kernel goes where the elements are.
+
+
+@triton.jit
+def strided_add_kernel(x_ptr, y_ptr, out_ptr, n_elements, x_stride, y_stride, out_stride, BLOCK_SIZE: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = i < n_elements
+    x, y = tl.load(x_ptr + i * x_stride, mask=mask), tl.load(y_ptr + i * y_stride, mask=mask)
+    tl.store(out_ptr + i * out_stride, x + y, mask=mask)
+
+
+def strided_add(x, y):
+    out = torch.empty(len(x), device=x.device)
+    strides = (t.stride(0) for t in (x, y, out))
+    strided_add_kernel[(triton.cdiv(len(x), 1024),)](x, y, out, len(x), *strides, BLOCK_SIZE=1024)
+    return out
+
+
+x, y = torch.randn(2, 5000, device=DEVICE)
+torch.testing.assert_close(my_add(x[::2], y[::2]), x[:2500] + y[:2500])
+torch.testing.assert_close(strided_add(x[::2], y[::2]), x[::2] + y[::2])
+
+trace = tg.trace(_add_kernel, (3,), x[::2], y[::2], torch.empty(2500, device=DEVICE), 2500, BLOCK_SIZE=1024)
+print(trace)
+assert sum(access.outside.sum() for access in trace.loads("x_ptr")) == 1250
+
+# %%
 # References
 # ----------
 #

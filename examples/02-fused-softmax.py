@@ -581,6 +581,105 @@ for name, softmax in [("our kernel", my_softmax), ("zero-padded", zero_padded_so
 # 4. `my_softmax(x.t())` is wrong. Give the kernel a stride for the columns, and say why it is now right, but slow.
 
 # %%
+# Solutions
+# ---------
+#
+# They run when this page is built, and each of them checks itself.
+#
+# Solution 1: four rows in each program
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# 1823 rows make 456 tiles of four, the last with three rows. `rows < n_rows`, a part of `mask`, keeps the fourth from
+# being loaded and stored. A trace would show it, too: no lane is outside.
+
+x = torch.randn(1823, 81, device=DEVICE)
+out = torch.empty_like(x)
+grid = (triton.cdiv(1823, 4),)
+trace = tg.trace(_softmax_fwd_kernel, grid, x, out, *x.shape, x.stride(0), BLOCK_ROWS=4, BLOCK_COLS=128)
+torch.testing.assert_close(out, torch.softmax(x, dim=1))
+(last,) = trace.stores("out_ptr", program=455)
+assert trace.n_programs == 456 and last.mask.any(axis=1).tolist() == [True, True, True, False] and not trace.outside
+
+# %%
+# Solution 2: logsumexp
+# ~~~~~~~~~~~~~~~~~~~~~
+#
+# It reads the matrix and writes one number per row, half the bytes of a softmax. The logsumexp of a row of
+# :math:`-\infty` is :math:`-\infty`, the logarithm of an empty sum. Subtracting that maximum would give NaN, so such a
+# row subtracts 0.
+
+
+@triton.jit
+def logsumexp_kernel(x_ptr, out_ptr, n_cols, BLOCK_COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COLS)
+    x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols, other=-float("inf"))
+    m = tl.max(x, axis=0)
+    m = tl.where(m == -float("inf"), 0.0, m)
+    tl.store(out_ptr + row, m + tl.log(tl.sum(tl.exp(x - m), axis=0)))
+
+
+x = torch.randn(23, 781, device=DEVICE) + 100
+x[7] = -math.inf
+out = torch.empty(23, device=DEVICE)
+trace = tg.trace(logsumexp_kernel, (23,), x, out, 781, BLOCK_COLS=1024)
+torch.testing.assert_close(out, torch.logsumexp(x, dim=1))
+assert trace.bytes_loaded() == x.nbytes and trace.bytes_stored() == 23 * 4 and out[7] == -math.inf
+
+# %%
+# Solution 3: a start at minus infinity
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A lane that sees nothing but padding keeps :math:`m = -\infty`, and :math:`-\infty - (-\infty)` is NaN. In a row as
+# long as the block or longer, every lane sees a number in the first round, and is safe from then on. So the rows that
+# fail are those shorter than a block.
+
+
+@triton.jit
+def row_sum_kernel(x_ptr, sum_ptr, n_cols, START: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    cols = tl.arange(0, BLOCK_COLS)
+    m, s = tl.full((BLOCK_COLS,), START, tl.float32), tl.zeros((BLOCK_COLS,), tl.float32)
+    for start in range(0, n_cols, BLOCK_COLS):
+        m, s = _online_update(m, s, tl.load(x_ptr + start + cols, mask=start + cols < n_cols, other=-float("inf")))
+    tl.store(sum_ptr + tl.arange(0, 1), _online_finish(m, s)[1])
+
+
+def row_sum(x, start):
+    out = torch.empty(1, device=DEVICE)
+    row_sum_kernel[(1,)](x, out, len(x), START=start, BLOCK_COLS=16)
+    return out.item()
+
+
+lengths = range(1, 40)
+assert [n for n in lengths if math.isnan(row_sum(x[0, :n], -math.inf))] == list(range(1, 16))
+assert not any(math.isnan(row_sum(x[0, :n], torch.finfo(torch.float32).min)) for n in lengths)
+
+# %%
+# Solution 4: a stride for the columns
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# `my_softmax` passes one stride, the distance of rows, and takes for granted that columns are neighbours. With both it
+# is right. It is slow because the numbers of a row now lie far apart: a warp's 32 loads of 4 bytes hit 32 different
+# lines of the cache, and of each line that travels only 4 bytes are used.
+
+
+@triton.jit
+def strided_softmax_kernel(x_ptr, out_ptr, n_cols, row_stride, col_stride, BLOCK_COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COLS).to(tl.int64)
+    mask = cols < n_cols
+    x = tl.load(x_ptr + row * row_stride + cols * col_stride, mask=mask, other=-float("inf"))
+    numerator = tl.exp(x - tl.max(x, axis=0))
+    tl.store(out_ptr + row * n_cols + cols, numerator / tl.sum(numerator, axis=0), mask=mask)
+
+
+x = torch.randn(81, 37, device=DEVICE).t()
+out = torch.empty(x.shape, device=DEVICE)
+strided_softmax_kernel[(37,)](x, out, 81, *x.stride(), BLOCK_COLS=128)
+torch.testing.assert_close(out, torch.softmax(x, dim=1))
+assert not torch.allclose(my_softmax(x), out)
+
+# %%
 # References
 # ----------
 #

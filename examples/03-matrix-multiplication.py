@@ -637,6 +637,88 @@ for tiles_m, tiles_n, group in ((10, 7, 8), (9, 9, 4), (1, 5, 8), (3, 11, 2)):
 #    `tl.sum(a[:, None] * b, axis=0)`.)
 
 # %%
+# Solutions
+# ---------
+#
+# They run when this page is built, and each of them checks itself.
+#
+# Solution 1: the best group
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A group of :math:`g` rows and 132 tiles need :math:`g` strips of :math:`A` and about :math:`132 / g` of :math:`B`.
+# The sum is smallest where both are equal, at :math:`g = \sqrt{132} \approx 11.5`.
+
+
+def first_tiles(n, tiles_m, tiles_n, group):
+    tile_m, tile_n = torch.empty(2, n, dtype=torch.int32, device=DEVICE)
+    order_kernel[(n,)](tile_m, tile_n, tiles_m, tiles_n, GROUP_M=group)
+    return list(zip(tile_m.tolist(), tile_n.tolist(), strict=True))
+
+
+needed = {group: sum(strips(first_tiles(132, 32, 32, group))) for group in range(1, 33)}
+best = [group for group, n in needed.items() if n == min(needed.values())]
+print(f"{min(needed.values())} strips with groups of {best}; {needed[8]} with 8, {needed[1]} with 1")
+assert 11 in best or 12 in best
+
+# %%
+# Solution 2: row sums on the way
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Each program adds up the columns of its own tile and writes the result into a column of its own. An atomic addition
+# would need no second step, but it adds in whatever order the programs finish, and a floating-point sum depends on the
+# order. `torch.sum` always takes the same one.
+
+
+@triton.jit
+def row_sums_kernel(a_ptr, b_ptr, out_ptr, sums_ptr, M, N, K, BLOCK: tl.constexpr):
+    tiles_n = tl.cdiv(N, BLOCK)
+    tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    rows, cols, ks = tile_m * BLOCK + tl.arange(0, BLOCK), tile_n * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for k in range(0, K, BLOCK):
+        a_mask, b_mask = (rows[:, None] < M) & (ks[None, :] < K - k), (ks[:, None] < K - k) & (cols[None, :] < N)
+        a = tl.load(a_ptr + rows[:, None] * K + k + ks[None, :], mask=a_mask, other=0.0)
+        b = tl.load(b_ptr + (k + ks[:, None]) * N + cols[None, :], mask=b_mask, other=0.0)
+        acc = tl.dot(a, b, acc)
+    out_mask = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(out_ptr + rows[:, None] * N + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+    # Columns past the end are sums of zeros, and add nothing.
+    tl.store(sums_ptr + rows * tiles_n + tile_n, tl.sum(acc, axis=1), mask=rows < M)
+
+
+a, b = torch.randn(70, 50, device=DEVICE).half(), torch.randn(50, 90, device=DEVICE).half()
+out, sums = torch.empty(70, 90, dtype=a.dtype, device=DEVICE), torch.empty(70, 3, device=DEVICE)
+row_sums_kernel[(9,)](a, b, out, sums, 70, 90, 50, BLOCK=32)
+torch.testing.assert_close(out, a @ b)
+torch.testing.assert_close(sums.sum(dim=1), (a.float() @ b.float()).sum(dim=1), rtol=1e-3, atol=1e-2)
+
+# %%
+# Solution 3: a single row
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A program owns a block of columns and walks along :math:`K`. It moves all of :math:`B` once, :math:`s K N` bytes, for
+# :math:`2 K N` operations: memory sets the time, and the matrix unit could not help.
+
+
+@triton.jit
+def vector_matrix_kernel(a_ptr, b_ptr, out_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    cols, ks = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = tl.load(a_ptr + k + ks, mask=ks < K - k, other=0.0).to(tl.float32)
+        mask = (ks[:, None] < K - k) & (cols[None, :] < N)
+        b = tl.load(b_ptr + (k + ks[:, None]) * N + cols[None, :], mask=mask, other=0.0)
+        acc += tl.sum(a[:, None] * b, axis=0)
+    tl.store(out_ptr + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < N)
+
+
+a, b = torch.randn(1, 300, device=DEVICE).half(), torch.randn(300, 500, device=DEVICE).half()
+out = torch.empty(1, 500, dtype=a.dtype, device=DEVICE)
+trace = tg.trace(vector_matrix_kernel, (4,), a, b, out, 500, 300, BLOCK_N=128, BLOCK_K=64)
+torch.testing.assert_close(out, a @ b, rtol=1e-2, atol=1e-2)
+assert trace.bytes_loaded("b_ptr") == b.nbytes and trace.bytes_loaded("a_ptr") == 4 * a.nbytes
+
+# %%
 # References
 # ----------
 #

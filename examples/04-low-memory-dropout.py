@@ -441,6 +441,88 @@ for dropout in (my_dropout, repeating_dropout):
 #    of :math:`p` is the result still exact, and which test would tell you that it is not?
 
 # %%
+# Solutions
+# ---------
+#
+# They run when this page is built, and each of them checks itself.
+#
+# Solution 1: whole rows
+# ~~~~~~~~~~~~~~~~~~~~~~
+#
+# The draw belongs to the row, so its index is the row's number. A call serves four rows, whatever their length: word
+# `row % 4` of counter `row // 4`.
+
+
+@triton.jit
+def drop_rows_kernel(x_ptr, out_ptr, n_cols, seed, threshold: tl.uint32, scale, BLOCK_COLS: tl.constexpr):
+    row, cols = tl.program_id(0), tl.arange(0, BLOCK_COLS)
+    a, b, c, d = tl.randint4x(seed, row // 4)
+    word = row % 4
+    draw = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)).to(tl.uint32, bitcast=True)
+    x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols)
+    tl.store(out_ptr + row * n_cols + cols, tl.where(draw >= threshold, x * scale, 0.0), mask=cols < n_cols)
+
+
+x, p = torch.randn(103, 40, device=DEVICE), 0.3
+out = torch.empty_like(x)
+drop_rows_kernel[(103,)](x, out, 40, 11, round(p * 2**32), 1 / (1 - p), BLOCK_COLS=64)
+words = torch.tensor([word for counter in range(26) for word in philox(11, counter)][:103], device=DEVICE)
+torch.testing.assert_close(out, torch.where(words[:, None] >= round(p * 2**32), x / (1 - p), 0.0))
+
+# %%
+# Solution 2: a seed for each matrix
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# The second axis of the grid is the matrix. It moves the pointers and picks the seed; the counters begin at 0 in each
+# matrix, as if it were alone.
+
+
+@triton.jit
+def batched_dropout_kernel(x_ptr, out_ptr, seed_ptr, n, threshold: tl.uint32, scale, BLOCK_SIZE: tl.constexpr):
+    block_start, matrix = tl.program_id(0).to(tl.int64) * BLOCK_SIZE, tl.program_id(1).to(tl.int64)
+    offsets = block_start + tl.arange(0, BLOCK_SIZE)
+    keep = _draw_block(tl.load(seed_ptr + matrix), block_start, BLOCK_SIZE) >= threshold
+    x = tl.load(x_ptr + matrix * n + offsets, mask=offsets < n)
+    tl.store(out_ptr + matrix * n + offsets, tl.where(keep, x * scale, 0.0), mask=offsets < n)
+
+
+x, seeds = torch.randn(3, 30, 50, device=DEVICE), torch.tensor([5, 2**40, 5], device=DEVICE)
+out = torch.empty_like(x)
+batched_dropout_kernel[(2, 3)](x, out, seeds, 1500, round(p * 2**32), 1 / (1 - p), BLOCK_SIZE=1024)
+for matrix, seed, result in zip(x, seeds.tolist(), out, strict=True):
+    torch.testing.assert_close(result, my_dropout(matrix, p, seed))
+assert torch.equal(out[0] == 0, out[2] == 0) and not torch.equal(out[0] == 0, out[1] == 0)
+
+# %%
+# Solution 3: two draws from a word
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# A draw of 16 bits is one of 65536 numbers, so :math:`p` is exact if it is a multiple of :math:`2^{-16}`: for 0.5 and
+# 0.25, but not for 0.1, which becomes 6554/65536. No sample of sensible size would tell, since it is off by a few
+# millionths. Counting all possible draws does.
+
+
+@triton.jit
+def half_words_kernel(draw_ptr, seed, BLOCK_SIZE: tl.constexpr):
+    counters = tl.program_id(0) * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
+    a, b, c, d = tl.randint4x(seed, counters)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_SIZE // 2,)).to(tl.uint32, bitcast=True)
+    draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BLOCK_SIZE,))
+    tl.store(draw_ptr + tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), draws.to(tl.int32))
+
+
+draws = torch.empty(256, dtype=torch.int32, device=DEVICE)
+half_words_kernel[(2,)](draws, 7, BLOCK_SIZE=128)
+words = [word for counter in range(32) for word in philox(7, counter)]
+assert draws.tolist() == [half for word in words for half in (word % 2**16, word >> 16)]
+
+every_draw = torch.arange(2**16)
+for p in (0.5, 0.25, 0.1):
+    exact = (every_draw < round(p * 2**16)).double().mean().item() == p
+    print(f"p = {p}: {'exact' if exact else 'not exact'}")
+    assert exact == (p != 0.1)
+
+# %%
 # References
 # ----------
 #

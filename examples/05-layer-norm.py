@@ -555,7 +555,83 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 #    still leave the result unchanged?*
 # 3. On a GPU, measure `layer_norm_backward` for 4096 rows of 4096 elements with 33, 132, 264 and 4096 programs.
 #    Explain both ends of the curve with the bytes of the partial rows and the number of multiprocessors.
+
+# %%
+# Solutions
+# ---------
+# They run when this page is built, and each of them checks itself.
 #
+# Solution 1: padding in the variance
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Each padded lane adds :math:`\mu^2` to the sum of squares. With :math:`N` = 512 there is none and the check passes.
+# With 513 there are 511, as good as one for each number, and unless the mean is 0, the variance is far off.
+
+
+@triton.jit
+def _careless_kernel(x_ptr, y_ptr, n_cols, eps, BLOCK_N: tl.constexpr):
+    row, cols = tl.program_id(0), tl.arange(0, BLOCK_N)
+    mask = cols < n_cols
+    x = tl.load(x_ptr + row * n_cols + cols, mask=mask, other=0.0)
+    x = x - tl.sum(x, axis=0) / n_cols
+    rstd = 1 / tl.sqrt(tl.sum(x * x, axis=0) / n_cols + eps)
+    tl.store(y_ptr + row * n_cols + cols, x * rstd, mask=mask)
+
+
+for n_cols in (512, 513, 1023, 1024):
+    careless = torch.randn(5, n_cols, device=DEVICE) + 1
+    y = torch.empty_like(careless)
+    _careless_kernel[(5,)](careless, y, n_cols, 1e-5, BLOCK_N=triton.next_power_of_2(n_cols))
+    passes = torch.allclose(y, torch.nn.functional.layer_norm(careless, (n_cols,)), rtol=1e-4, atol=1e-4)
+    print(f"{n_cols} columns: {'passes' if passes else 'fails'}")
+    assert passes == (n_cols in (512, 1024))
+
+# %%
+# Solution 2: RMS norm
+# ~~~~~~~~~~~~~~~~~~~~
+# Without a mean, adding a constant to a row changes the result, so that direction is no longer taken out of the
+# gradient: `g_mean` is gone. Stretching the row still changes nothing, and `gx_mean` stays.
+
+x_rms, dy_rms, w_rms = x[:20].contiguous(), torch.randn(20, N, device=DEVICE), torch.randn(N, device=DEVICE)
+y, dx, dw = torch.empty_like(x_rms), torch.empty_like(x_rms), torch.empty_like(w_rms)
+rstd_rms, dw_partial, BLOCK_N = (
+    torch.empty(20, device=DEVICE),
+    torch.empty(4, N, device=DEVICE),
+    triton.next_power_of_2(N),
+)
+launch(_layer_norm_fwd_kernel, (20,), x_rms, w_rms, None, y, None, rstd_rms, 20, N, N, 1e-5, 1, BLOCK_N, num_warps=8)
+launch(
+    _layer_norm_bwd_kernel, (1, 4), dy_rms, x_rms, w_rms, None, rstd_rms, None, dx, dw_partial, None, 20, N, N, 1, N,
+    1, BLOCK_N=BLOCK_N, NUM_STAGES=3, num_warps=16,
+)  # fmt: skip
+leaves = [t.clone().requires_grad_() for t in (x_rms, w_rms)]
+expected = torch.nn.functional.rms_norm(leaves[0], (N,), leaves[1], 1e-5)
+torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+expected_dx, expected_dw = torch.autograd.grad(expected, leaves, dy_rms)
+torch.testing.assert_close(dx, expected_dx, rtol=1e-4, atol=1e-4)
+torch.testing.assert_close(dw_partial.sum(dim=0), expected_dw, rtol=1e-4, atol=1e-4)
+
+# %%
+# Solution 3: how many programs
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# With 33 programs three quarters of the 132 multiprocessors of an H200 have nothing to do. With 4096, one for each row,
+# the partial sums are as large as the matrix: two times four bytes written and read for each of its elements, where the
+# rest moves six. Between the ends lies a broad minimum. Without a GPU we count, and check that the result does not
+# depend on the number.
+
+for n_programs in (33, 132, 264, 4096):
+    partial, rest = 2 * 2 * n_programs * 4096 * 4, 3 * 4096 * 4096 * 2
+    line = f"{n_programs:4} programs: partial sums move {partial / rest:7.1%} of what the rest moves"
+    if DEVICE.type != "cpu" and not triton.knobs.runtime.interpret:
+        big_dy, big_x = torch.randn(2, 4096, 4096, device=DEVICE).half()
+        big_w, big_mean, big_rstd = (torch.ones(4096, device=DEVICE) for _ in range(3))
+        inputs = (big_dy, big_x, big_w.half(), big_mean, big_rstd, n_programs)
+        line += f"; {tg.benchmark.measure(lambda: layer_norm_backward(*inputs))[0] * 1000:.0f} µs"  # noqa: B023
+    print(line)
+
+few, many = (layer_norm_backward(dy, x, w, mean, rstd, n_programs=n)[1] for n in (3, 64))
+torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-4)
+
+# %%
 # References
 # ----------
 # - J. L. Ba, J. R. Kiros and G. E. Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.

@@ -903,6 +903,104 @@ check(tg.attention(q1[None], k1[None], v1[None], is_causal=True, window=16)[0], 
 #    :math:`\delta` the same as before?
 
 # %%
+# Solutions
+# ---------
+#
+# They run when this page is built, and each of them checks itself.
+#
+# Solution 1: a long cache in two parts
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Each part gives an average of its values and the logarithm of the weight that this average has. The softmax of the
+# logarithms turns them into shares. On a GPU the parts are programs of one launch, and a second one joins them.
+
+q_new, k_cache, v_cache = (torch.randn(2, 3, length, 40, device=DEVICE) for length in (1, 500, 500))
+outs, lses = zip(
+    *(
+        tg.attention(q_new, k_part, v_part, return_lse=True)
+        for k_part, v_part in zip(k_cache.chunk(2, dim=2), v_cache.chunk(2, dim=2), strict=True)
+    ),
+    strict=True,
+)
+shares = torch.softmax(torch.stack(lses), dim=0)
+joined = (shares[..., None] * torch.stack(outs)).sum(dim=0)
+torch.testing.assert_close(joined, tg.attention(q_new, k_cache, v_cache), rtol=1e-4, atol=1e-4)
+
+# %%
+# Solution 2: long tiles first
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# Tile :math:`i` of eight takes :math:`i + 1` units of time. Whoever is free takes the next one from the list.
+
+
+def work_off(lengths, n_workers=4):
+    """When each worker is done, and a picture: a row for each worker, a letter for each unit of time."""
+    free, rows = [0] * n_workers, [""] * n_workers
+    for letter, length in zip("abcdefgh", lengths, strict=True):
+        worker = free.index(min(free))
+        free[worker] += length
+        rows[worker] += letter * length
+    return max(free), rows
+
+
+short_first, long_first = work_off(range(1, 9)), work_off(range(8, 0, -1))
+for name, (end, rows) in {"short tiles first": short_first, "long tiles first": long_first}.items():
+    print(f"{name}: {end} units", *rows, sep="\n  ")
+assert (short_first[0], long_first[0]) == (12, 9) and sum(range(1, 9)) == 4 * 9
+
+# %%
+# Solution 3: a bias that falls with the distance
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# One line changes: the one that makes `s`. (In the kernel it stands before the scale is applied, so the bias has to be
+# divided by `scale` there.) The backward kernels make `s` again and need that line for the same probabilities. The bias
+# depends on no input, so :math:`\partial s / \partial q` and everything behind it is as before; and
+# :math:`\delta_i = dO_i \cdot O_i` follows from :math:`O = P V` alone, whatever :math:`P` was made of. Here are both
+# loops of this page with the line, against autograd.
+
+
+def biased_scores(q, k, first_key, beta):
+    i, j = torch.arange(len(q), device=q.device)[:, None], first_key + torch.arange(len(k), device=q.device)
+    s = q @ k.T * q.shape[-1] ** -0.5 - beta * (i - j)  # the line
+    return s.masked_fill(j > i, -math.inf)
+
+
+def biased_attention(q, k, v, beta, block=32):
+    row_max, row_sum = q.new_full((len(q), 1), torch.finfo(q.dtype).min), q.new_zeros(len(q), 1)
+    acc = torch.zeros_like(q)
+    for first in range(0, len(k), block):
+        s = biased_scores(q, k[first : first + block], first, beta)
+        new_max = torch.maximum(row_max, s.amax(dim=1, keepdim=True))
+        p, rescale = torch.exp(s - new_max), torch.exp(row_max - new_max)
+        row_sum, acc, row_max = (
+            row_sum * rescale + p.sum(1, keepdim=True),
+            acc * rescale + p @ v[first:][:block],
+            new_max,
+        )
+    return acc / row_sum, row_max + torch.log(row_sum)
+
+
+def biased_backward(q, k, v, out, lse, dout, beta, block=32):
+    delta, dq, dk, dv = (dout * out).sum(dim=1, keepdim=True), *map(torch.zeros_like, (q, k, v))
+    for first in range(0, len(k), block):
+        keys = slice(first, first + block)
+        p = torch.exp(biased_scores(q, k[keys], first, beta) - lse)
+        ds = p * (dout @ v[keys].T - delta) * q.shape[-1] ** -0.5
+        dv[keys], dk[keys] = p.T @ dout, ds.T @ q
+        dq += ds @ k[keys]
+    return dq, dk, dv
+
+
+leaves = [torch.randn(113, 40, device=DEVICE, requires_grad=True) for _ in range(3)]
+dout = torch.randn(113, 40, device=DEVICE)
+expected = torch.softmax(biased_scores(leaves[0], leaves[1], 0, beta=0.1), dim=1) @ leaves[2]
+with torch.no_grad():
+    out, lse = biased_attention(*leaves, beta=0.1)
+    gradients = biased_backward(*leaves, out, lse, dout, beta=0.1)
+torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, dout), rtol=1e-4, atol=1e-4)
+
+# %%
 # References
 # ----------
 #
