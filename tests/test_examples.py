@@ -150,6 +150,16 @@ def test_page_has_a_heading_for_every_section(page):
     assert headings[-1] == "Where this page ran"
 
 
+@each_page
+def test_each_exercise_has_a_solution_that_checks_itself(page):
+    exercises, _, solutions = page.read_text(encoding="utf-8").partition("\n# Solutions\n# ---------\n")
+    numbers = re.findall(r"^# (\d)\. ", exercises[exercises.rindex("\n# 1. ") :], re.MULTILINE)
+    parts = re.split(r"^# Solution (\d): .+\n# ~{3,}$", solutions.partition("\n# References\n")[0], flags=re.MULTILINE)
+    assert parts[1::2] == numbers
+    for number, part in zip(numbers, parts[2::2], strict=True):
+        assert re.search(r"^\s*assert |^\s*torch\.testing\.assert_close\(", part, re.MULTILINE), f"solution {number}"
+
+
 # A rate, a time or a factor of speed, such as 3122 GB/s, 12 µs, 2.7× faster, 3 times as fast or 20 % slower.
 TYPED_SPEED = re.compile(
     r"\d\s*([kMGTP]i?B|[GTP]?FLOP)(/s|S|s\b| per second)"

@@ -394,6 +394,52 @@ def test_measured_table_has_a_row_per_record_and_the_provenance(build, monkeypat
     assert "index.rst:7: ERROR: measured-table: nope at 3" in warnings
 
 
+# --- solutions --------------------------------------------------------------------------------------------------------
+
+SOLVED = """
+Exercises
+---------
+
+1. What is 6 × 7?
+
+Solutions
+---------
+
+Try first.
+
+Solution 1: a product
+~~~~~~~~~~~~~~~~~~~~~
+
+It is 42.
+
+References
+----------
+
+Solution 1: not one of them
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+
+None.
+"""
+
+
+@pytest.mark.parametrize("builder", ["html", "text"])
+def test_solutions_are_folded_in_html_alone(builder, tmp_path):
+    (tmp_path / "conf.py").write_text("extensions = ['solutions']\n")
+    (tmp_path / "index.rst").write_text("Page\n====\n" + SOLVED)
+    app = SphinxTestApp(builder, srcdir=tmp_path, freshenv=True)
+    try:
+        app.build()
+        pages = [path.read_text(encoding="utf-8") for path in Path(app.outdir).glob("index.*")]
+        assert not app.warning.getvalue() and len(pages) == 1
+    finally:
+        app.cleanup()
+    assert "It is 42." in pages[0] and pages[0].count("<details") == (builder == "html")
+    if builder == "html":
+        _, before, folded = pages[0].partition('<details class="solution"><summary><h3>Solution 1: a product')
+        inside, _, after = folded.partition("</details>")
+        assert before and "It is 42." in inside and "References" in after and 'href="#solution-1-a-product"' in inside
+
+
 # --- inventories ------------------------------------------------------------------------------------------------------
 
 
