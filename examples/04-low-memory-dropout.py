@@ -204,11 +204,12 @@ for block_size, ax in zip((8, 16), axes, strict=True):
     traces[block_size] = trace
     for (program, *_), counters in trace.watched["counters"]:
         for counter in counters:
-            ax.add_patch(plt.Rectangle((4 * counter, 1), 4, 0.9, facecolor=colors[program], edgecolor="white"))
-            ax.text(4 * counter + 2, 1.45, f"counter {counter}", ha="center", va="center", fontsize="small")
+            ax.add_patch(plt.Rectangle((8 * counter, 1), 8, 0.9, facecolor=colors[program], edgecolor="white"))
+            ax.text(8 * counter + 4, 1.45, f"counter {counter}", ha="center", va="center", fontsize="small")
     for element, program in enumerate(trace.owner("out_ptr")):
         ax.add_patch(plt.Rectangle((element, 0), 1, 0.9, facecolor=colors[program], edgecolor="white"))
-        ax.text(element + 0.5, 0.45, str(element % 4), ha="center", va="center", fontsize="small")
+        label = f"{element % 8 // 2}" + "′" * (element % 2)
+        ax.text(element + 0.5, 0.45, label, ha="center", va="center", fontsize="small")
     ax.set(title=f"blocks of {block_size}: {trace.n_programs} programs, a colour for each", xlim=(0, 32), ylim=(0, 2))
     ax.set_yticks([0.45, 1.45], ["word", "call"])
 axes[1].set(xlabel="element", xticks=range(0, 33, 4))
@@ -218,10 +219,10 @@ assert torch.equal(traces[8].arguments["out_ptr"], traces[16].arguments["out_ptr
 print(traces[8])
 
 # %%
-# Four elements share a call, one word each. The colours differ from picture to picture, since a larger block gives an
-# element to another program; the counters above it do not. That is why both launches keep the same elements, and why
-# a backward pass with another block size would, too. The table has a line for :math:`x` and a line for the result, and
-# none for a mask.
+# Eight elements share a call, and two of them a word; a stroke marks the one whose halves are swapped. The colours
+# differ from picture to picture, since a larger block gives an element to another program; the counters above it do
+# not. That is why both launches keep the same elements, and why a backward pass with another block size would, too. The
+# table has a line for :math:`x` and a line for the result, and none for a mask.
 
 # %%
 # Two seeds, two masks
@@ -331,10 +332,10 @@ report_fp16
 # --------------------------------------
 #
 # A round of Philox is two products, each with an upper and a lower half, four exclusive ors and two additions: ten
-# operations. Ten rounds for four elements, a comparison and a scaling make 27 for each element. With eight bytes per
-# element in float32 and four in float16, that is more than any page so far, but for matrices.
+# operations. Ten rounds for eight elements, the swap, a comparison and a scaling make about 16 for each element. With
+# eight bytes per element in float32 and four in float16, that is more than any page so far, but for matrices.
 
-intensities = {"float32": (27 / 8, report_fp32), "float16": (27 / 4, report_fp16)}
+intensities = {"float32": (16 / 8, report_fp32), "float16": (16 / 4, report_fp16)}
 points = {}
 for name, (intensity, report) in intensities.items():
     rate = report.series("triton_gallery")[2**28]  # in GB/s
@@ -342,9 +343,8 @@ for name, (intensity, report) in intensities.items():
 tg.benchmark.roofline(report_fp32, points, title="Dropout, forward")
 
 # %%
-# Both points are on the slope. (These are operations on integers, which the matrix unit does not have; their own roof
-# is much lower than the flat part, and in float16 we come close enough to notice.) Four times as much arithmetic, one
-# call for each element, would be felt.
+# Both points are at the slope. But these are operations on integers, which the matrix unit does not have, and their own
+# roof is far below the flat part. Eight times as much arithmetic, one call for each element, would hit it.
 
 # %%
 # What the compiler made of it
@@ -449,16 +449,16 @@ for dropout in (my_dropout, repeating_dropout):
 # Solution 1: whole rows
 # ~~~~~~~~~~~~~~~~~~~~~~
 #
-# The draw belongs to the row, so its index is the row's number. A call serves four rows, whatever their length: word
-# `row % 4` of counter `row // 4`.
+# The draw belongs to the row, so its index is the row's number, and a call serves eight rows, whatever their length.
 
 
 @triton.jit
 def drop_rows_kernel(x_ptr, out_ptr, n_cols, seed, threshold: tl.uint32, scale, BLOCK_COLS: tl.constexpr):
     row, cols = tl.program_id(0), tl.arange(0, BLOCK_COLS)
-    a, b, c, d = tl.randint4x(seed, row // 4)
-    word = row % 4
-    draw = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d)).to(tl.uint32, bitcast=True)
+    a, b, c, d = tl.randint4x(seed, row // 8)
+    i = row % 8 // 2
+    word = tl.where(i < 2, tl.where(i == 0, a, b), tl.where(i == 2, c, d)).to(tl.uint32, bitcast=True)
+    draw = tl.where(row % 2 == 0, word, _swap_halves(word))
     x = tl.load(x_ptr + row * n_cols + cols, mask=cols < n_cols)
     tl.store(out_ptr + row * n_cols + cols, tl.where(draw >= threshold, x * scale, 0.0), mask=cols < n_cols)
 
@@ -466,8 +466,8 @@ def drop_rows_kernel(x_ptr, out_ptr, n_cols, seed, threshold: tl.uint32, scale, 
 x, p = torch.randn(103, 40, device=DEVICE), 0.3
 out = torch.empty_like(x)
 drop_rows_kernel[(103,)](x, out, 40, 11, round(p * 2**32), 1 / (1 - p), BLOCK_COLS=64)
-words = torch.tensor([word for counter in range(26) for word in philox(11, counter)][:103], device=DEVICE)
-torch.testing.assert_close(out, torch.where(words[:, None] >= round(p * 2**32), x / (1 - p), 0.0))
+expected = torch.tensor(list(draws(11, 103))[:103], device=DEVICE)
+torch.testing.assert_close(out, torch.where(expected[:, None] >= round(p * 2**32), x / (1 - p), 0.0))
 
 # %%
 # Solution 2: a seed for each matrix
@@ -494,8 +494,8 @@ for matrix, seed, result in zip(x, seeds.tolist(), out, strict=True):
 assert torch.equal(out[0] == 0, out[2] == 0) and not torch.equal(out[0] == 0, out[1] == 0)
 
 # %%
-# Solution 3: two draws from a word
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Solution 3: draws of 16 bits
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # A draw of 16 bits is one of 65536 numbers, so :math:`p` is exact if it is a multiple of :math:`2^{-16}`: for 0.5 and
 # 0.25, but not for 0.1, which becomes 6554/65536. No sample of sensible size would tell, since it is off by a few
@@ -507,14 +507,13 @@ def half_words_kernel(draw_ptr, seed, BLOCK_SIZE: tl.constexpr):
     counters = tl.program_id(0) * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
     a, b, c, d = tl.randint4x(seed, counters)
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_SIZE // 2,)).to(tl.uint32, bitcast=True)
-    draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BLOCK_SIZE,))
-    tl.store(draw_ptr + tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), draws.to(tl.int32))
+    halves = tl.reshape(tl.join(words >> 16, words & 0xFFFF), (BLOCK_SIZE,))
+    tl.store(draw_ptr + tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), halves.to(tl.int32))
 
 
-draws = torch.empty(256, dtype=torch.int32, device=DEVICE)
-half_words_kernel[(2,)](draws, 7, BLOCK_SIZE=128)
-words = [word for counter in range(32) for word in philox(7, counter)]
-assert draws.tolist() == [half for word in words for half in (word % 2**16, word >> 16)]
+halves = torch.empty(256, dtype=torch.int32, device=DEVICE)
+half_words_kernel[(2,)](halves, 7, BLOCK_SIZE=128)
+assert halves.tolist() == [draw >> 16 for draw in draws(7, 256)]
 
 every_draw = torch.arange(2**16)
 for p in (0.5, 0.25, 0.1):
