@@ -9,10 +9,14 @@ document.addEventListener("DOMContentLoaded", () => {
     const link = card.querySelector("p a");
     if (title && link) link.setAttribute("aria-label", title.textContent.trim());
   }
-  // A box that scrolls must be reachable by keyboard.
-  for (const box of document.querySelectorAll(".highlight pre, .wy-table-responsive, dt.sig, div.math")) {
-    if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) box.tabIndex = 0;
-  }
+  // A box that scrolls must be reachable by keyboard; a solution's boxes have no size before it is opened.
+  const makeReachable = (root) => {
+    for (const box of root.querySelectorAll(".highlight pre, .wy-table-responsive, dt.sig, div.math")) {
+      if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) box.tabIndex = 0;
+    }
+  };
+  makeReachable(document);
+  document.addEventListener("toggle", (event) => makeReachable(event.target), true);
   const footer = document.querySelector("footer");
   footer?.querySelector("[role=contentinfo]")?.removeAttribute("role");
   footer?.setAttribute("role", "contentinfo");
