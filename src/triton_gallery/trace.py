@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from unittest import mock
 
 import numpy as np
 import torch
@@ -262,8 +261,8 @@ class _Recorder:
         convert = functools.partial(self.convert, interpreter._implicit_cvt)
         patch_tensor = functools.partial(_patch_tensor, interpreter._patch_lang_tensor)
         with (
-            mock.patch.multiple(builder, **patches),
-            mock.patch.multiple(interpreter, _implicit_cvt=convert, _patch_lang_tensor=patch_tensor),
+            _replaced(builder, **patches),
+            _replaced(interpreter, _implicit_cvt=convert, _patch_lang_tensor=patch_tensor),
         ):
             yield
 
@@ -359,6 +358,22 @@ def _value(variable) -> np.ndarray:
     return np.asarray(variable.value if isinstance(variable, tl.constexpr) else variable)
 
 
+@contextmanager
+def _replaced(place, **values) -> Iterator[None]:
+    """Give attributes of an object, a module or a class other values for a while."""
+    before = dict(vars(place))
+    for name, value in values.items():
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(place, name, before[name])
+            else:
+                delattr(place, name)
+
+
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +427,7 @@ def _interpreter_on() -> Iterator[None]:
         for name, value in vars(tl.tensor).copy().items():
             if isinstance(value, JITFunction):  # x.sum() is tl.sum(x)
                 setattr(tl.tensor, name, functools.partialmethod(interpreted(value.fn)))
-        with mock.patch.object(JITFunction, "__call__", lambda self, *args, **kw: interpreted(self.fn)(*args, **kw)):
+        with _replaced(JITFunction, __call__=lambda self, *args, **kwargs: interpreted(self.fn)(*args, **kwargs)):
             yield
     finally:
         knobs.close()
