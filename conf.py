@@ -18,6 +18,7 @@ extensions = [
     "inventories",
     "kernels",
     "measured",
+    "records",
     "run",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",

@@ -14,6 +14,8 @@ the page quotes, the records it presents, the device, and the versions of torch 
 
 import argparse
 import ast
+import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
 EXAMPLES = ROOT / "examples"
+NOT_YET = "not yet measured"
 
 _HEADER = "GALLERY_HEADER.rst"
 _PAGES = "[0-9][0-9]-*.py"
@@ -43,8 +46,10 @@ class PageError(ValueError):
 
 def generate(page: Path, src: Path = SRC, keep_references: bool = False) -> str:
     """The text of `page` with its quotes expanded and, unless references are kept, its measured numbers filled in."""
-    text = page.read_text(encoding="utf-8")
+    return _expanded(page.name, page.read_text(encoding="utf-8"), src, keep_references)
 
+
+def _expanded(name: str, text: str, src: Path, keep_references: bool) -> str:
     def expand(match: re.Match) -> str:
         line = text.count("\n", 0, match.start()) + 1
         try:
@@ -52,9 +57,9 @@ def generate(page: Path, src: Path = SRC, keep_references: bool = False) -> str:
                 return match[0] if keep_references else measured(match["measured"])
             if text[: match.start()].removesuffix("\n").rpartition("\n")[2].startswith("#"):
                 raise LookupError("quote: leave a blank line between a comment and the quote below it")
-            return "\n\n\n".join(source_of(name.strip(), src) for name in _QUOTE.findall(match[0]))
+            return "\n\n\n".join(source_of(quoted.strip(), src) for quoted in _QUOTE.findall(match[0]))
         except (LookupError, ValueError, ImportError) as error:
-            raise PageError(f"{page.name}:{line}: {error.args[0]}") from error
+            raise PageError(f"{name}:{line}: {error.args[0]}") from error
 
     return _REFERENCE.sub(expand, text)
 
@@ -65,9 +70,37 @@ def measured(reference: str) -> str:
 
     reference = re.sub(r"\s*\n\s*#?\s*", " ", reference).strip()
     try:
-        return quote(reference)
+        text = quote(reference)
+        return NOT_YET if report(reference.partition(":")[0]).outdated else text
     except (LookupError, ValueError, OSError) as error:
         raise LookupError(f"measured: {reference!r}: {error.args[0] if error.args else error}") from error
+
+
+def report(name: str, gpu: str | None = None, examples: Path = EXAMPLES, src: Path = SRC):
+    """The committed record as a report that knows what changed since: the kernels, or the benchmark in its page."""
+    from triton_gallery.benchmark import load
+
+    loaded = load(name, gpu)
+    function = loaded.record["inputs"].partition("(")[0]
+    texts = [page.read_text(encoding="utf-8") for page in sorted(examples.glob(_PAGES))]
+    digests = [_benchmark(text, function, src) for text in texts if f"def {function}(" in text]
+    changed = set() if loaded.record["text"]["benchmark"] in digests else {"benchmark"}
+    return dataclasses.replace(loaded, changed=loaded.changed | changed)
+
+
+@functools.cache
+def _benchmark(text: str, function: str, src: Path) -> str | None:
+    from triton_gallery._source import function_digest
+
+    return function_digest(_expanded("", text, src, keep_references=True), function)
+
+
+def measured_names(text: str) -> list[str]:
+    """The records that a page refers to, in order."""
+    found = [match["measured"] for match in _REFERENCE.finditer(text) if match["measured"]]
+    return list(
+        dict.fromkeys(re.sub(r"\s*\n\s*#?\s*", " ", reference).partition(":")[0].strip() for reference in found)
+    )
 
 
 def source_of(name: str, src: Path = SRC) -> str:
@@ -152,7 +185,9 @@ def fingerprint(page: Path, src: Path = SRC) -> str:
     digest = hashlib.sha256(machine().encode())
     modules = {_split(name.strip(), src)[0] for name in _QUOTE.findall(page.read_text(encoding="utf-8"))}
     for module in sorted(modules):
-        digest.update(module.read_bytes())
+        # With the kernels for one GPU, such as hopper/softmax.py.
+        for file in sorted({module, *module.parent.glob(f"**/{module.stem}*.py")}):
+            digest.update(file.read_bytes())
         # layer_norm.py is measured by the records layer-norm-*.json.
         for record in sorted(src.glob(f"*/records/*/{module.stem.replace('_', '-')}*.json")):
             digest.update(record.read_bytes())
