@@ -1,6 +1,8 @@
 """Sphinx settings. Run from the top of the repository: sphinx-build -c . docs build/html"""
 
+import os
 import sys
+import urllib.parse
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "docs" / "_ext"))
@@ -14,6 +16,7 @@ version = release = triton_gallery.__version__
 language = "en"
 
 extensions = [
+    "findable",
     "gallery",  # docs/_ext, before sphinx_gallery: it writes the pages that sphinx_gallery executes
     "inventories",
     "kernels",
@@ -26,8 +29,10 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
     "matplotlib.sphinxext.plot_directive",
+    "notfound.extension",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_reredirects",
     "sphinxcontrib.bibtex",
 ]
 exclude_patterns = ["_generated", "_inventories"]
@@ -71,6 +76,17 @@ plot_html_show_source_link = False
 plot_html_show_formats = False
 plot_formats = [("png", 160)]
 copybutton_exclude = ".linenos, .gp, .go"
+
+html_baseurl = f"{os.environ['GALLERY_URL'].rstrip('/')}/stable/" if os.environ.get("GALLERY_URL") else ""
+
+# Finding pages; with GALLERY_URL, the address of the published site, also for search engines and links elsewhere
+redirects = {}  # the old name of each page that moved, without .html: its new path from there; a test asks for them
+redirect_html_template_file = "docs/_templates/redirect.html"
+sitemap_url_scheme = "{link}"
+sitemap_excludes = ["404.html", "search.html", "genindex.html", "py-modindex.html"]
+ogp_image = "_static/social.png"
+ogp_image_alt = "Throughput of attention by sequence length: Triton Gallery, cuDNN and FlashAttention-2"
+notfound_urls_prefix = urllib.parse.urlparse(html_baseurl).path or "/"
 
 html_theme = "sphinx_rtd_theme"
 html_theme_options = {"navigation_depth": 3, "collapse_navigation": False, "titles_only": True}

@@ -210,7 +210,7 @@ def _doctree_read(app, doctree) -> None:
             continue
         tabs = {record["gpu"]: [shown]}
         for other in others:
-            image = nodes.image("", uri=f"/{draw(Path(app.srcdir), other)}", alt=alt(other), loading="lazy")
+            image = nodes.image("", uri=f"/{draw(Path(app.srcdir), other)}", alt=alt(other))
             table = _published(f'<div class="output_html">{other._repr_html_()}</div>', docname)
             tabs[other.record["gpu"]] = [image, nodes.raw("", table, format="html")]
         node.replace_self(_tab_nodes(tabs))
