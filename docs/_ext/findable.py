@@ -1,7 +1,7 @@
 """What lets people and programs find a page: descriptions, a picture for links, a sitemap, and every page as Markdown.
 
-Beside ``page.html`` stands ``page.md``, made from the finished page, and ``llms.txt`` lists them all. The sitemap and the
-address and the picture in each page's head need to know where the site will be: the environment variable GALLERY_URL.
+Beside ``page.html`` stands ``page.md``, made from the finished page, and ``llms.txt`` lists them all. The sitemap, and
+the address and the picture in each page's head, need to know where the site will be: from the variable GALLERY_URL.
 """
 
 import html
@@ -35,9 +35,10 @@ CHROME = ".headerlink, .viewcode-link, .sphx-glr-download-link-note, .sphx-glr-s
 
 def description(doctree: nodes.document) -> str:
     """The first sentences of a page, or of what it documents, as far as a line of search results goes."""
-    inside = (nodes.Admonition, nodes.table, nodes.footnote, nodes.citation)
+    beside = (nodes.Admonition, nodes.table, nodes.footnote, nodes.citation)
     for paragraph in doctree.findall(nodes.paragraph):
-        if not any(isinstance(parent, inside) for parent in _parents(paragraph)):
+        parents = [parent for parent in _parents(paragraph) if not isinstance(parent, addnodes.desc)]
+        if not any(isinstance(parent, beside) for parent in parents):
             break
     else:
         return ""
@@ -100,7 +101,7 @@ class _Markdown(MarkdownConverter):
         def code_language_callback(pre) -> str:
             box = pre.find_parent(class_=re.compile("^highlight-"))
             names = re.findall(r"highlight-(\w+)", " ".join(box["class"])) if box else []
-            return {"default": "python", "none": "text"}.get(names[0], names[0]) if names else ""
+            return {"default": "python", "none": "text"}.get(names[0], names[0].lower()) if names else ""
 
 
 def markdown(page: str, formulas: list[str]) -> str:

@@ -182,7 +182,9 @@ def machine() -> str:
 
 def fingerprint(page: Path, src: Path = SRC) -> str:
     """Changes with whatever the page's output depends on and its text does not show."""
-    digest = hashlib.sha256(machine().encode())
+    from triton_gallery import __version__
+
+    digest = hashlib.sha256(f"{machine()} {first_cell(__version__)}".encode())
     modules = {_split(name.strip(), src)[0] for name in _QUOTE.findall(page.read_text(encoding="utf-8"))}
     for module in sorted(modules):
         # With the kernels for one GPU, such as hopper/softmax.py.
@@ -192,6 +194,45 @@ def fingerprint(page: Path, src: Path = SRC) -> str:
         for record in sorted(src.glob(f"*/records/*/{module.stem.replace('_', '-')}*.json")):
             digest.update(record.read_bytes())
     return digest.hexdigest()
+
+
+# --- notebooks --------------------------------------------------------------------------------------------------------
+
+
+def first_cell(version: str) -> str:
+    """The first cell of every notebook: it installs the package that the page was written for, where it is missing."""
+    repository = os.environ.get("GALLERY_REPOSITORY")
+    source = f" @ git+https://github.com/{repository}@v{version}" if repository else f"=={version}"
+    return f"""\
+# This notebook goes with triton-gallery {version} and installs it where it is missing. Kernels run on the GPU; without
+# one, the import switches Triton's interpreter on, and they run on CPU tensors.
+from importlib import metadata
+
+try:
+    installed = metadata.version("triton-gallery")
+except metadata.PackageNotFoundError:
+    installed = None
+if installed != "{version}":
+    %pip install --quiet "triton-gallery[examples]{source}"
+
+import triton_gallery
+
+print("GPU:", triton_gallery.benchmark.environment()["gpu"])"""
+
+
+def _open_in_colab(app, pagename, templatename, context, doctree) -> None:
+    # The published site is the repository's branch gh-pages, and Colab opens notebooks that lie on GitHub.
+    repository = os.environ.get("GALLERY_REPOSITORY")
+    notebook = re.search(r'href="(?:\.\./)*(_downloads/\w+/\d\d-[\w-]+\.ipynb)"', context.get("body", ""))
+    if not repository or not notebook:
+        return
+    url = f"https://colab.research.google.com/github/{repository}/blob/gh-pages/stable/{notebook[1]}"
+    link = f'<a class="reference external" href="{url}">Open in Colab</a>'
+    begin = '<div class="sphx-glr-download sphx-glr-download-jupyter docutils container">'
+    at_the_end = begin.replace("jupyter", "colab") + f"\n<p>{link}</p>\n</div>\n{begin}"
+    at_the_top = re.compile(r'(<div class="sphx-glr-download-link-note.*?)</p>\s*</div>', re.DOTALL)
+    body = context["body"].replace(begin, at_the_end, 1)
+    context["body"] = at_the_top.sub(rf"\g<1> · {link}</p></div>", body, count=1)
 
 
 # --- Sphinx -----------------------------------------------------------------------------------------------------------
@@ -226,9 +267,18 @@ def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
     _write(store, json.dumps(new, indent=1))
 
 
+def _config_inited(app, config) -> None:
+    from triton_gallery import __version__
+
+    config.sphinx_gallery_conf["first_notebook_cell"] = first_cell(__version__)
+
+
 def setup(app) -> dict:
     # Before sphinx-gallery, which reads the generated pages in its own handler with the default priority, 500.
     app.connect("builder-inited", _builder_inited, priority=5)
+    # Before sphinx-gallery completes its settings, with priority 10.
+    app.connect("config-inited", _config_inited, priority=5)
+    app.connect("html-page-context", _open_in_colab)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 

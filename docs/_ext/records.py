@@ -17,7 +17,7 @@ import urllib.parse
 from pathlib import Path
 
 from docutils import nodes
-from gallery import EXAMPLES, report
+from gallery import EXAMPLES, NOT_YET, report
 from measured import NONE_YET, RECORDS, gpus, label, list_table, note_record, tab_set
 from sphinx.util.docutils import SphinxDirective
 
@@ -106,7 +106,6 @@ class Records(SphinxDirective):
         lines += [
             f".. image:: /{draw(Path(self.env.srcdir), found)}",
             f"   :alt: {alt(found)}",
-            "   :loading: lazy",
             "",
         ]
         lines += [
@@ -139,7 +138,9 @@ def _page_of(record: dict) -> str | None:
 
 def alt(found) -> str:
     """What a figure shows, for those who do not see it."""
-    return " ".join(found.summary().split("\n")[:2]).replace("\n", " ")
+    r = found.record
+    shown = NOT_YET if found.outdated else f"the throughput of {', '.join(found.providers)} by {r['x']}"
+    return f"{r['title']}, on {r['gpu']}: {shown}"
 
 
 def draw(srcdir: Path, found) -> str:
