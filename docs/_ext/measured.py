@@ -139,27 +139,35 @@ def tab_set(tabs: dict[str, tuple[str, list[str]]]) -> list[str]:
 
 def _doctree_read(app, doctree) -> None:
     docname = app.env.current_document.docname
-    names = [node["record"] for node in doctree.findall(nodes.inline) if "record" in node]
-    example = EXAMPLES / f"{Path(docname).name}.py"
-    if docname.startswith(app.config.sphinx_gallery_conf["gallery_dirs"]) and example.exists():
-        names += measured_names(example.read_text(encoding="utf-8"))
     notes = []
     if any("run-code" in node["classes"] for node in doctree.findall(nodes.literal_block)):
         notes.append([nodes.Text(f"The code on this page ran on {_here()}.")])
     origins = {}
-    for name in dict.fromkeys(names):
-        origins.setdefault(report(name).provenance(), []).append(name)
-    for origin, records in origins.items():
-        notes.append([nodes.Text("Of the numbers in the text, those of ")])
-        for i, name in enumerate(records):
-            notes[-1] += [nodes.Text(", " if i else ""), _reference(app.env, docname, name)]
-        notes[-1].append(nodes.Text(f" were {origin}."))
+    for name in _names(app, docname, doctree):
+        found = report(name)
+        origins.setdefault("; ".join([found.provenance(), *found.status()]), []).append(name)
+    for origin, names in origins.items():
+        notes.append([nodes.Text("Numbers from the records of ")])
+        for i, name in enumerate(names):
+            notes[-1] += [nodes.Text(", " if i else ""), _reference(docname, name)]
+        notes[-1].append(nodes.Text(f": {origin}."))
     sections = list(doctree.findall(nodes.section))
     if notes and sections:
         sections[0].extend(nodes.paragraph("", "", *note, classes=["provenance"]) for note in notes)
 
 
-def _reference(env, docname: str, name: str) -> nodes.Node:
+def _names(app, docname: str, doctree) -> list[str]:
+    """The records that a page refers to in its text, or names in its code."""
+    names = [node["record"] for node in doctree.findall(nodes.inline) if "record" in node]
+    example = EXAMPLES / f"{Path(docname).name}.py"
+    is_example = docname.startswith(app.config.sphinx_gallery_conf["gallery_dirs"]) and example.exists()
+    text = (example if is_example else Path(app.env.doc2path(docname))).read_text(encoding="utf-8")
+    names += measured_names(text) if is_example else []
+    names += [path.stem for path in sorted(RECORDS.glob("*/*.json")) if f'"{path.stem}"' in text]
+    return list(dict.fromkeys(names))
+
+
+def _reference(docname: str, name: str) -> nodes.Node:
     from sphinx.addnodes import pending_xref
 
     target = label(gpus(name)[0], name)

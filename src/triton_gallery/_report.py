@@ -201,7 +201,7 @@ class Report:
         """Draw one pyplot figure: each provider's median and 20–80 % band, ours thick, and the limit dashed.
 
         Returns:
-            An object that pages and notebooks show below the figure, with the data as files and the command that made them.
+            An object that pages and notebooks show below the figure, the data as files, and the command behind them.
         """
         import matplotlib.pyplot as plt
 
