@@ -160,9 +160,8 @@ def _names(app, docname: str, doctree) -> list[str]:
     """The records that a page refers to in its text, or names in its code."""
     names = [node["record"] for node in doctree.findall(nodes.inline) if "record" in node]
     example = EXAMPLES / f"{Path(docname).name}.py"
-    is_example = docname.startswith(app.config.sphinx_gallery_conf["gallery_dirs"]) and example.exists()
-    text = (example if is_example else Path(app.env.doc2path(docname))).read_text(encoding="utf-8")
-    names += measured_names(text) if is_example else []
+    text = (example if example.exists() else Path(app.env.doc2path(docname))).read_text(encoding="utf-8")
+    names += measured_names(text) if example.exists() else []
     names += [path.stem for path in sorted(RECORDS.glob("*/*.json")) if f'"{path.stem}"' in text]
     return list(dict.fromkeys(names))
 

@@ -102,7 +102,8 @@ class Records(SphinxDirective):
         r, page = found.record, _page_of(found.record)
         table = _published(found._repr_html_(), self.env.current_document.docname)
         lines = ["", f".. _{label(gpu, name)}:", "", f".. rubric:: {r['title']}", ""]
-        lines += [f"Explained in :doc:`/{self.config.sphinx_gallery_conf['gallery_dirs']}/{page}`.", ""] if page else []
+        explained = [docname for docname in self.env.found_docs if page and docname.endswith(f"/{page}")]
+        lines += [f"Explained in :doc:`/{explained[0]}`.", ""] if explained else []
         lines += [
             f".. image:: /{draw(Path(self.env.srcdir), found)}",
             f"   :alt: {alt(found)}",
