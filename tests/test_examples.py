@@ -6,6 +6,7 @@ measures.
 
 import ast
 import dis
+import inspect
 import json
 import os
 import re
@@ -473,3 +474,36 @@ def test_a_page_that_fails_ends_the_build_and_is_named(build, lines, message):
 def test_pages_that_succeed_end_the_build_well(build):
     run = build("assert 1 + 1 == 2")
     assert run.returncode == 0, run.stderr
+
+
+# --- the checklist for who adds one -----------------------------------------------------------------------------------
+
+CONTRIBUTING = gallery.ROOT / "docs" / "contributing.rst"
+
+
+def test_the_checklist_names_every_section_and_tests_that_exist():
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    flat = re.sub(r"\s+", " ", text)
+    assert [section for section in SECTIONS if f"*{section}*" not in flat] == []
+    named = re.findall(r"^     - ``(test_\w+)``$", text, re.MULTILINE)
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    assert len(named) >= 12 and [name for name in named if f"def {name}(" not in tests] == []
+    # And the other way round: what is asked of each page is on the list.
+    ours = Path(__file__).read_text(encoding="utf-8")
+    assert set(re.findall(r"^@each_page\ndef (test_\w+)", ours, re.MULTILINE)) <= set(named)
+
+
+def test_commands_that_contributors_are_told_exist():
+    makefile = (gallery.ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in set(re.findall(r"(?:``|\$ )(?:\w+=\S+ )?make ([\w-]+)", CONTRIBUTING.read_text(encoding="utf-8"))):
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE), f"make {command}"
+
+
+def test_every_public_function_has_its_page():
+    index = (gallery.ROOT / "docs" / "python-api" / "index.rst").read_text(encoding="utf-8")
+    functions = [name for name in triton_gallery.__all__ if inspect.isfunction(getattr(triton_gallery, name))]
+    assert len(functions) >= 8
+    for name in functions:
+        page = gallery.ROOT / "docs" / "python-api" / f"{name}.rst"
+        assert f".. autofunction:: triton_gallery.{name}\n" in page.read_text(encoding="utf-8")
+        assert f":func:`triton_gallery.{name}`" in index and f"\n   {name}\n" in index

@@ -172,6 +172,17 @@ def test_a_report_in_a_page_gets_a_tab_for_each_other_gpu(folder, build):
     assert len(list(outdir.glob("_images/*.svg"))) == 2
 
 
+def test_a_gpu_that_could_not_measure_a_point_says_so(folder, build):
+    smaller = made_up("NVIDIA T4")
+    smaller["rows"] = [row for row in smaller["rows"] if row["x"] < X or (row["x"], row["provider"]) == (X, "torch")]
+    alone = made_up("NVIDIA L4", limit=None)
+    alone["rows"] = [row for row in alone["rows"] if row["provider"] == "triton_gallery"]
+    for record in (smaller, alone):
+        commit(folder, record)
+    text, warnings, _, _ = build(TABLE, "records")
+    assert not warnings and text.count("left out") == 1
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

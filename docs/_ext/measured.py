@@ -63,8 +63,11 @@ class MeasuredTable(SphinxDirective):
             try:
                 if not gpus(name):
                     raise LookupError(f"no record is called {name}")
-                for gpu in gpus(name):
-                    tabs.setdefault(gpu, []).append((name, *_row(name, gpu, x)))
+                found = {gpu: report(name, gpu) for gpu in gpus(name)}
+                if all(x not in map(str, one.xs) for one in found.values()):
+                    raise LookupError(f"no record of {name} has {x}")
+                for gpu, one in found.items():
+                    tabs.setdefault(gpu, []).append((name, *_row(one, label(gpu, name), x)))
             except (LookupError, ValueError, OSError) as error:
                 self.env.note_reread()
                 return [self.state.document.reporter.error(f"measured-table: {row}: {error}", line=offset + 1)]
@@ -72,26 +75,22 @@ class MeasuredTable(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(_tabs({gpu: _table(rows) for gpu, rows in tabs.items()})))
 
 
-def _row(name: str, gpu: str, x: str) -> tuple[tuple[str, ...], str, str]:
-    found = report(name, gpu)
-    r = found.record
-
-    def at(series: str, base: str | None = None, where: str = x) -> str:
-        return found.quote(series, base, where)
-
+def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:
+    r, ours = found.record, found.series("triton_gallery")
     place = f"{int(x):,}" if x.isdigit() else x
-    title = f":ref:`{r['title']} <{label(gpu, name)}>`, {r['x']} {place}"
+    cells = [f":ref:`{r['title']} <{target}>`, {r['x']} {place}", *[""] * 5]
     if found.outdated:
-        return (title, NOT_YET, "", "", "", ""), r["gpu"], found.provenance()
-    cells = (
-        title,
-        at("triton_gallery"),
-        f"{at('peers')} ({_best_peer(found, x)})",
-        at("triton_gallery", "peers"),
-        at("triton_gallery", "peers", "worst"),
-        at("triton_gallery", "limit") if r["limit"] else "",
-    )
-    return cells, r["gpu"], found.provenance()
+        cells[1] = NOT_YET
+    elif x not in map(str, ours):
+        cells[1] = "left out"
+    else:
+        cells[1] = found.quote("triton_gallery", None, x)
+        if x in map(str, found.series("peers")):
+            cells[2] = f"{found.quote('peers', None, x)} ({_best_peer(found, x)})"
+            cells[3:5] = (found.quote("triton_gallery", "peers", at) for at in (x, "worst"))
+        if r["limit"]:
+            cells[5] = found.quote("triton_gallery", "limit", x)
+    return tuple(cells), r["gpu"], found.provenance()
 
 
 def _best_peer(found, x: str) -> str:
@@ -100,7 +99,7 @@ def _best_peer(found, x: str) -> str:
 
 
 def _table(rows: list[tuple]) -> tuple[str, list[str]]:
-    lines = list_table([_COLUMNS, *(cells for _, cells, *_ in rows)], "measured")
+    lines = list_table([_COLUMNS, *(cells for _, cells, *_ in rows)], "measured", "results")
     origins = {}
     for name, _, _, origin in rows:
         origins.setdefault(origin, []).append(name)
