@@ -139,3 +139,11 @@ def test_a_benchmark_is_its_function_and_what_it_names(old, new, same):
 
 def test_a_benchmark_that_is_not_there_has_no_digest():
     assert _source.function_digest(PAGE, "nothing") is None
+
+
+def test_digests_are_alike_in_all_versions_of_python():
+    # What one version of Python recorded, another one reads.
+    text = (
+        'def f(x: int, *, y=1.0):\n    """Doc."""\n    return [f"{x!r:>{y}} and {{}}" for _ in (1, True, None, "a")]\n'
+    )
+    assert _source.function_digest(text, "f") == "ea69e25d4d2e9646"

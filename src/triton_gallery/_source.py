@@ -107,6 +107,10 @@ def _plain(node: object) -> object:
     """A node as lists, alike in all versions of Python: what is empty is left out."""
     if not isinstance(node, ast.AST):
         return repr(node)
+    if isinstance(node, ast.JoinedStr):
+        # Python 3.12.1 adds an empty text behind a field in a format.
+        parts = [part for part in node.values if getattr(part, "value", None) != ""]
+        return ["JoinedStr", *map(_plain, parts)]
     return [type(node).__name__, *([field, _plain(part)] for field, part in _parts(node))]
 
 
