@@ -507,3 +507,13 @@ def test_every_public_function_has_its_page():
         page = gallery.ROOT / "docs" / "python-api" / f"{name}.rst"
         assert f".. autofunction:: triton_gallery.{name}\n" in page.read_text(encoding="utf-8")
         assert f":func:`triton_gallery.{name}`" in index and f"\n   {name}\n" in index
+
+
+def test_every_kernel_is_in_the_documentation():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (gallery.ROOT / "docs" / "python-api").glob("*.rst"))
+    for path in (gallery.SRC / "triton_gallery").rglob("*.py"):
+        name = ".".join(path.relative_to(gallery.SRC).with_suffix("").parts)
+        jitted = re.findall(
+            r"^@(?:triton|gluon)\.jit.*\n(?:.*\n)*?def (_\w+_kernel)\(", path.read_text(encoding="utf-8"), re.M
+        )
+        assert not jitted or f".. kernels:: {name}\n" in pages, f"no page lists the kernels of {name}: {jitted}"

@@ -13,8 +13,8 @@ RECORDS = sorted((gallery.SRC / "triton_gallery" / "records").glob("*/*.json"))
 GUIDE = sorted((gallery.ROOT / "docs").glob("**/*.rst"))
 GUIDE = [path for path in GUIDE if "_generated" not in path.parts and "tutorials" not in path.parts]
 MEASURED = re.compile(
-    r":measured:`|^\.\. measured-table::|\"(?:" + "|".join(path.stem for path in RECORDS) + ')"', re.M
-)
+    rf'(?<!`):measured:`|^\.\. measured-table::|"(?:{NAMES})"', re.MULTILINE
+)  # not where it is quoted
 
 
 def text_of(page: str) -> str:
