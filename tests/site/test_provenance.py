@@ -12,9 +12,9 @@ EXAMPLES = sorted(gallery.EXAMPLES.glob("[0-9][0-9]-*.py"))
 RECORDS = sorted((gallery.SRC / "triton_gallery" / "records").glob("*/*.json"))
 GUIDE = sorted((gallery.ROOT / "docs").glob("**/*.rst"))
 GUIDE = [path for path in GUIDE if "_generated" not in path.parts and "tutorials" not in path.parts]
-MEASURED = re.compile(
-    rf'(?<!`):measured:`|^\.\. measured-table::|"(?:{NAMES})"', re.MULTILINE
-)  # not where it is quoted
+NAMES = "|".join(path.stem for path in RECORDS)
+# Two backticks in front of a role are a page that tells of it.
+MEASURED = re.compile(rf'(?<!`):measured:`|^\.\. measured-table::|"(?:{NAMES})"', re.MULTILINE)
 
 
 def text_of(page: str) -> str:
