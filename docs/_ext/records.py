@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import urllib.parse
+from html import escape
 from pathlib import Path
 
 from docutils import nodes
@@ -61,24 +62,29 @@ def history(gpu: str, name: str, state: str) -> list[dict]:
 
 
 def _history(gpu: str, name: str, state: str) -> list[str]:
+    """Our numbers, with the ratio to the best peer: a row for each x, a column for each commit."""
     from triton_gallery._report import Report
 
     reports = [Report(record) for record in history(gpu, name, state)]
     if not reports:
         return [NO_HISTORY]
-    heads = [f"{r.record['date']}, {r.record['commit']}" for r in reports]
-    rows = [(reports[-1].record["x"], *heads)]
+    head = [reports[-1].record["x"], *(f"{r.record['date']}, {r.record['commit']}" for r in reports)]
+    lines = ["<tr>" + "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head) + "</tr>"]
     for x in reports[-1].xs:
-        cells = [
-            r.quote("triton_gallery", None, str(x)) + _ratio(r, x) if x in r.series("triton_gallery") else "–"
-            for r in reports
-        ]
-        rows.append((f"{x:,}" if isinstance(x, int) else str(x), *cells))
-    return list_table(rows, "measured", "history")
+        cells = "".join(f"<td>{_cell(r, x)}</td>" for r in reports)
+        place = f"{x:,}" if isinstance(x, int) else escape(x)
+        lines.append(f'<tr><th scope="row">{place}</th>{cells}</tr>')
+    # A region that scrolls must be reachable by keyboard, also while it is folded up.
+    region = f'<div role="region" tabindex="0" aria-label="{escape(reports[-1].record["title"])}, at each commit">'
+    table = f"<table><thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>"
+    return [".. raw:: html", "", f'   <div class="output_html">{region}{table}</div></div>']
 
 
-def _ratio(found, x) -> str:
-    return f" ({found.quote('triton_gallery', 'peers', str(x))})" if x in found.series("peers") else ""
+def _cell(found, x) -> str:
+    if x not in found.series("triton_gallery"):
+        return "–"
+    ratio = f" ({found.quote('triton_gallery', 'peers', str(x))})" if x in found.series("peers") else ""
+    return found.quote("triton_gallery", None, str(x)) + ratio
 
 
 # --- the page of all records ------------------------------------------------------------------------------------------
@@ -129,7 +135,7 @@ def _summary(gpu: str, found: dict) -> list[str]:
         else:
             ratios = (one.quote("triton_gallery", "peers", at) for at in ("worst", "median", "best"))
         rows.append((title, *ratios, one.record["date"]))
-    return list_table(rows, "measured")
+    return list_table(rows, "measured", "summary")
 
 
 def _page_of(record: dict) -> str | None:
