@@ -297,7 +297,7 @@ def leftovers(markdown: str) -> list[str]:
 def test_leftovers_of_a_conversion_are_recognised(rst, left, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(f'r"""\n{rst}\n"""\n', encoding="utf-8")
-    (cell,) = notebook_of(script)["cells"]
+    _, cell = notebook_of(script)["cells"]
     assert leftovers("".join(cell["source"])) == left
 
 
