@@ -2,7 +2,6 @@
 
 import os
 import sys
-import urllib.parse
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "docs" / "_ext"))
@@ -29,7 +28,6 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
     "matplotlib.sphinxext.plot_directive",
-    "notfound.extension",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_reredirects",
@@ -82,11 +80,8 @@ html_baseurl = f"{os.environ['GALLERY_URL'].rstrip('/')}/stable/" if os.environ.
 # Finding pages; with GALLERY_URL, the address of the published site, also for search engines and links elsewhere
 redirects = {}  # the old name of each page that moved, without .html: its new path from there; a test asks for them
 redirect_html_template_file = "docs/_templates/redirect.html"
-sitemap_url_scheme = "{link}"
-sitemap_excludes = ["404.html", "search.html", "genindex.html", "py-modindex.html"]
 ogp_image = "_static/social.png"
 ogp_image_alt = "Throughput of attention by sequence length: Triton Gallery, cuDNN and FlashAttention-2"
-notfound_urls_prefix = urllib.parse.urlparse(html_baseurl).path or "/"
 
 html_theme = "sphinx_rtd_theme"
 html_theme_options = {"navigation_depth": 3, "collapse_navigation": False, "titles_only": True}

@@ -7,6 +7,7 @@ the address and the picture in each page's head, need to know where the site wil
 import html
 import re
 import textwrap
+import urllib.parse
 from pathlib import Path
 
 from bs4 import BeautifulSoup
@@ -165,12 +166,17 @@ def _build_finished(app, exception) -> None:
 
 
 def _config(app, config) -> None:
+    config.ogp_site_url = config.html_baseurl
+    # The page for missing pages is shown at any depth.
+    config.notfound_urls_prefix = urllib.parse.urlparse(config.html_baseurl).path or "/"
     if config.html_baseurl:
         app.setup_extension("sphinx_sitemap")
-    config.ogp_site_url = config.html_baseurl
+        config.sitemap_url_scheme = "{link}"
+        config.sitemap_excludes = [f"{name}.html" for name in MADE]
 
 
 def setup(app) -> dict:
+    app.setup_extension("notfound.extension")
     app.setup_extension("sphinxext.opengraph")
     app.connect("config-inited", _config, priority=400)
     app.connect("html-page-context", _describe, priority=400)
