@@ -13,7 +13,7 @@ INSTALLED := $(if $(filter .venv,$(VENV)),.venv/installed)
 # Absolute, because pages run in a folder of their own.
 export PYTHONPATH := $(CURDIR)/src
 export MPLBACKEND := agg
-export GALLERY_COMMAND := make $(MAKECMDGOALS)
+export GALLERY_COMMAND := make $(MAKECMDGOALS)$(if $(PAGE), PAGE=$(PAGE))
 
 SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 PAGES = $(or $(PAGE),[0-9]*)

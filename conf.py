@@ -1,5 +1,6 @@
 """Sphinx settings. Run from the top of the repository: sphinx-build -c . docs build/html"""
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,10 +15,12 @@ version = release = triton_gallery.__version__
 language = "en"
 
 extensions = [
+    "findable",
     "gallery",  # docs/_ext, before sphinx_gallery: it writes the pages that sphinx_gallery executes
     "inventories",
     "kernels",
     "measured",
+    "records",
     "run",
     "solutions",
     "sphinx.ext.autodoc",
@@ -28,6 +31,7 @@ extensions = [
     "matplotlib.sphinxext.plot_directive",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_reredirects",
     "sphinxcontrib.bibtex",
 ]
 exclude_patterns = ["_generated", "_inventories"]
@@ -71,6 +75,14 @@ plot_html_show_source_link = False
 plot_html_show_formats = False
 plot_formats = [("png", 160)]
 copybutton_exclude = ".linenos, .gp, .go"
+
+html_baseurl = f"{os.environ['GALLERY_URL'].rstrip('/')}/stable/" if os.environ.get("GALLERY_URL") else ""
+
+# Finding pages; with GALLERY_URL, the address of the published site, also for search engines and links elsewhere
+redirects = {}  # the old name of each page that moved, without .html: its new path from there; a test asks for them
+redirect_html_template_file = "docs/_templates/redirect.html"
+ogp_image = "_static/social.png"
+ogp_image_alt = "Throughput of attention by sequence length: Triton Gallery, cuDNN and FlashAttention-2"
 
 html_theme = "sphinx_rtd_theme"
 html_theme_options = {"navigation_depth": 3, "collapse_navigation": False, "titles_only": True}

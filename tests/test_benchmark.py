@@ -1,7 +1,9 @@
 """Benchmarks with a GPU that is made up: every figure below is arithmetic, none is a measurement."""
 
+import dataclasses
 import importlib.resources
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,7 +16,7 @@ import torch
 import triton
 
 import triton_gallery
-from triton_gallery import _report, benchmark
+from triton_gallery import _report, _source, benchmark
 
 RATES = {  # x -> median rate in GB/s
     "triton_gallery": {256: 900.0, 1024: 2000.0, 4096: 3122.4, 16384: 3300.0},
@@ -33,6 +35,7 @@ def make_record(**changes):
         "benchmark": "softmax-fp16", "title": "Softmax <of> rows", "x": "row length N", "x_log": True, "y_log": False,
         "unit": "GB/s", "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0",
         "package": "0.1.0", "commit": "abc1234", "date": "2026-11-21", "command": "make record", "inputs": "f(N=x)",
+        "text": _source.kernel_digests("softmax-fp16") | {"benchmark": "0123456789abcdef"},
         "limit": {"name": "copy by torch", "value": 4228.0},
         "left_out": [{"x": 16384, "provider": "torch.compile", "why": "OutOfMemoryError: no room"}], "rows": rows,
     }  # fmt: skip
@@ -59,7 +62,7 @@ def commit(folder, record):
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """A GPU on which `measure` returns what the timed function returns."""
-    found = {key: make_record()[key] for key in _report.PROVENANCE if key not in ("command", "inputs")}
+    found = {key: make_record()[key] for key in _report.PROVENANCE if key not in ("command", "inputs", "text")}
     monkeypatch.delenv("TRITON_GALLERY_RECORDS", raising=False)
     monkeypatch.setattr(benchmark, "_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(benchmark, "_gpu_name", lambda: found["gpu"])
@@ -246,8 +249,10 @@ def test_perf_report_refuses_a_list_of_benchmarks():
 
 def test_run_without_a_gpu_loads_the_committed_record(records, monkeypatch, capsys):
     no_gpu(monkeypatch)
+    text = make_record()["text"] | {"benchmark": _source.function_digest(Path(__file__).read_text(), "bench_softmax")}
+    commit(records, make_record(text=text))
     report = benchmark.perf_report(make_benchmark(), title="Softmax")(bench_softmax).run()
-    assert report.record == make_record() and not report.live
+    assert report.record == make_record(text=text) and not report.live and not report.changed
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1 and "committed record is shown, measured on NVIDIA H200" in printed
 
@@ -339,6 +344,68 @@ def test_committed_records_are_complete():
         assert text == benchmark.Report(record).to_json(), f"{file} was not written by triton_gallery"
 
 
+# --- a record whose text changed --------------------------------------------------------------------------------------
+
+TEXT = {"kernels": "0" * 16, "launch": "1" * 16, "benchmark": "2" * 16}
+SENTENCE = "not yet measured since the {} changed; the record is of 2026-11-21, commit abc1234"
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (["kernels"], "kernels"),
+        (["benchmark"], "benchmark"),
+        (["kernels", "launch", "benchmark"], "kernels and the benchmark"),
+    ],
+)
+def test_outdated_figures_are_shown_nowhere(parts, words):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    report = benchmark.Report(make_record(), changed=frozenset(parts))
+    sentence = SENTENCE.format(words)
+    assert report.quote("triton_gallery", "torch", "4096") == report.quote("limit", None, "best") == "not yet measured"
+    assert report.summary() == f"Softmax <of> rows, on NVIDIA H200\n  {sentence}"
+    shown = re.sub('href="[^"]*"', "", report._repr_html_())
+    assert sentence in shown and "<table" not in shown and "3,300" not in shown and "The outdated CSV" in shown
+    plt.close("all")
+    report.plot()
+    (ax,) = plt.gcf().axes
+    assert not ax.lines and " ".join(ax.texts[0].get_text().split()) == sentence
+    plt.close("all")
+
+
+def test_figures_are_shown_with_a_note_when_only_the_launch_changed():
+    report = benchmark.Report(make_record(), changed=frozenset(["launch"]))
+    assert report.quote("triton_gallery", None, "4096") == "3122 GB/s" and "3,300" in report._repr_html_()
+    assert "What launches the kernels changed since then, the kernels did not" in report._repr_html_()
+
+
+@pytest.mark.parametrize("part", ["kernels", "launch"])
+def test_load_compares_the_record_with_the_kernels_at_hand(records, part):
+    assert benchmark.load("softmax-fp16").changed == frozenset()
+    commit(records, make_record(text=make_record()["text"] | {part: TEXT[part]}))
+    assert benchmark.load("softmax-fp16").changed == {part}
+    assert (benchmark.quote("softmax-fp16: torch at 4096") == "not yet measured") == (part == "kernels")
+
+
+def test_run_without_a_gpu_compares_the_record_with_the_benchmark_at_hand(records, monkeypatch, capsys):
+    no_gpu(monkeypatch)
+    report = benchmark.perf_report(make_benchmark(), title="Softmax")(bench_softmax).run()
+    assert report.changed == {"benchmark"} and report.outdated
+    assert SENTENCE.format("benchmark") in capsys.readouterr().out
+    # A notebook's cell has no file that could be compared.
+    names = {"benchmark": benchmark}
+    exec("def bench_softmax(M, N, provider):\n    return None", names)
+    assert not benchmark.perf_report(make_benchmark(), title="Softmax")(names["bench_softmax"]).run().changed
+
+
+def test_load_takes_the_records_of_the_gpu_that_is_named(records):
+    assert benchmark.load("softmax-fp16", "nvidia-a100-sxm4-80gb").record["gpu"] == "NVIDIA A100-SXM4-80GB"
+
+
 # --- reading a report -------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +458,18 @@ def test_roofline_of_a_record(records):
     benchmark.roofline(benchmark.load("softmax-fp16"), {"fast": (400.0, 600.0)}, title="Products", peak="matmul-fp8")
     (axes,) = pyplot.gcf().axes
     assert axes.get_title() == "Products: roofline of the NVIDIA H200" and axes.lines[0].get_xdata()[1] == 400
+    pyplot.close("all")
+
+
+def test_roofline_shows_no_rate_of_an_outdated_record(records):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    commit_limits(records)
+    report = dataclasses.replace(benchmark.load("softmax-fp16"), changed=frozenset({"kernels"}))
+    rates = report.series("triton_gallery")
+    assert rates and all(math.isnan(rate) for rate in rates.values())
+    benchmark.roofline(report, {"slow": (2.0, next(iter(rates.values())))})
+    (axes,) = pyplot.gcf().axes
+    assert axes.lines[-1].get_label() == "slow: not yet measured"
     pyplot.close("all")
 
 
@@ -563,9 +642,9 @@ def test_import_loads_neither_kernels_nor_plotting_nor_a_device():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set() False"
-    for module in (benchmark, _report):
+    for module in (benchmark, _report, _source):
         imported = re.findall(r"^from \.(\w*) import", Path(module.__file__).read_text(), re.MULTILINE)
-        assert set(imported) <= {"_report"}
+        assert set(imported) <= {"_report", "_source"}
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

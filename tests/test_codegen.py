@@ -197,7 +197,9 @@ def test_warp_size_follows_the_family():
 
 
 def test_report_as_text_and_html():
-    kernel = codegen.Kernel("_f<1>", "sm_90", 8, 3, None, None, None, 1024, 128, None, 0, 0, {"wgmma": 2}, (), {}, ("", 0, ()))
+    kernel = codegen.Kernel(
+        "_f<1>", "sm_90", 8, 3, None, None, None, 1024, 128, None, 0, 0, {"wgmma": 2}, (), {}, ("", 0, ())
+    )
     lines = str(codegen.Report((kernel,))).splitlines()
     assert lines[0].split("  ")[0] == "kernel" and "1,024" in lines[1] and "2 wgmma" in lines[1]
     assert "registers" not in lines[0] and "warnings" not in lines[0]  # columns without an entry are left out

@@ -6,6 +6,7 @@ measures.
 
 import ast
 import dis
+import inspect
 import json
 import os
 import re
@@ -14,13 +15,18 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import CodeType
 from unittest import mock
 
 import gallery
 import pytest
+import torch
+import triton
 
+import triton_gallery
 from triton_gallery.benchmark import PerfReport
 
 PAGES = sorted(gallery.EXAMPLES.glob("[0-9][0-9]-*.py"))
@@ -50,6 +56,7 @@ def notebook_of(script: Path) -> dict:
     from sphinx_gallery import notebook, py_source_parser
 
     settings = runpy.run_path(str(gallery.ROOT / "conf.py"))["sphinx_gallery_conf"]
+    settings["first_notebook_cell"] = gallery.first_cell(triton_gallery.__version__)
     assert settings["remove_config_comments"]
     blocks = [
         (label, py_source_parser.remove_config_comments(content), line)
@@ -76,35 +83,94 @@ def test_page_runs_as_a_script(page, tmp_path):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     assert run.stderr.count(NOTICE) == 1
-    assert "the committed record is shown, measured on NVIDIA H200" in run.stdout
+    assert "the committed record is shown, measured on NVIDIA H200" in run.stdout or "not yet measured" in run.stdout
     assert list(tmp_path.iterdir()) == [script]
 
 
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory) -> Path:
+    """A Python in which `pip install` put the package, beside the libraries that this one has; no checkout in sight."""
+    folder = tmp_path_factory.mktemp("installed")
+    commands = [
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)],
+        [sys.executable, "-m", "venv", "--without-pip", str(folder / "env")],
+    ]
+    for command in commands:
+        subprocess.run(command, cwd=gallery.ROOT, check=True, capture_output=True)
+    python = folder / "env" / "bin" / "python"
+    (site,) = folder.glob("env/lib/*/site-packages")
+    (site / "libraries.pth").write_text(f"{Path(torch.__file__).parents[1]}\n{Path(triton.__file__).parents[1]}\n")
+    (wheel,) = folder.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, cwd=folder, check=True, capture_output=True)
+    return python
+
+
 @each_page
-def test_page_runs_as_a_notebook(page, tmp_path, monkeypatch):
+def test_page_runs_as_a_notebook_where_the_package_is_installed(page, installed, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     import nbformat
 
     nb = nbformat.reads(json.dumps(notebook_of(generated(page, tmp_path))), as_version=4)
-    # A kernel of this very Python, whichever others the machine has.
+    nb.cells.append(nbformat.v4.new_code_cell("print(triton_gallery.__file__)"))
+    # A kernel of that very Python, whichever others the machine has.
     kernel = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
     kernel.parent.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    argv = [str(installed), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     kernel.write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
     for name, folder in {"JUPYTER_PATH": "jupyter", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython"}.items():
         monkeypatch.setenv(name, str(tmp_path / folder))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    environment = {name: value for name, value in without_gpu().items() if name != "PYTHONPATH"}
     client = nbclient.NotebookClient(nb, timeout=60, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=without_gpu())
+    client.execute(env=environment)
 
     cells = [cell for cell in nb.cells if cell.cell_type == "code"]
+    assert "GPU: none: kernels run in the interpreter" in "".join(output.text for output in cells[0].outputs)
+    assert cells[-1].outputs[0].text.startswith(str(installed.parents[1]))
     data = [(cell.source, output.data) for cell in cells for output in cell.outputs if "data" in output]
     figures = [source for source, kinds in data if "image/png" in kinds]
-    tables = [kinds["text/html"] for _, kinds in data if "text/html" in kinds]
+    shown = [kinds["text/html"] for _, kinds in data if "text/html" in kinds]
     declared = re.search(r"^# sphinx_gallery_thumbnail_number = (\d+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert declared and ".plot()" in figures[int(declared[1]) - 1], "the thumbnail is not the benchmark's figure"
-    reports = [table for table in tables if "Download CSV" in table]
-    assert reports and all("easured on NVIDIA H200" in report for report in reports)
+    reports = [report for report in shown if "<table" in report or "not yet measured" in report]
+    assert [report for report in reports if "easured on NVIDIA H200" in report or "not yet measured" in report]
+    for source, kinds in data:
+        if re.search(r"\.plot\(\)$", source) and "text/html" in kinds:
+            assert "made by <code>make " in kinds["text/html"] and ".json" in kinds["text/html"]
+
+
+def test_a_notebook_installs_the_version_that_it_was_written_for(monkeypatch):
+    monkeypatch.delenv("GALLERY_REPOSITORY", raising=False)
+    assert '%pip install --quiet "triton-gallery[examples]==1.2.3"' in gallery.first_cell("1.2.3")
+    monkeypatch.setenv("GALLERY_REPOSITORY", "someone/gallery")
+    assert '"triton-gallery[examples] @ git+https://github.com/someone/gallery@v1.2.3"' in gallery.first_cell("1.2.3")
+
+
+@pytest.mark.parametrize(("version", "installs"), [("0.0.0", True), (triton_gallery.__version__, False)])
+def test_a_notebook_installs_what_is_missing_only(version, installs, monkeypatch, capsys):
+    code = gallery.first_cell(version).replace("%pip install --quiet ", "commands += [").replace('"\n\n', '"]\n\n')
+    monkeypatch.setattr(metadata, "version", lambda name: triton_gallery.__version__)
+    commands = []
+    exec(code, {"commands": commands})
+    assert commands == [f"triton-gallery[examples]=={version}"] * installs
+    assert capsys.readouterr().out.startswith("GPU: ")
+
+
+def test_a_notebook_needs_nothing_that_the_package_does_not_declare(tmp_path):
+    project = tomllib.loads((gallery.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in declared}
+    texts = [gallery.generate(page, keep_references=True) for page in PAGES]
+    texts += [path.read_text(encoding="utf-8") for path in (gallery.SRC / "triton_gallery").rglob("*.py")]
+    imported = set()
+    for statement in (statement for text in texts for statement in ast.parse(text).body):
+        if isinstance(statement, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
+            imported.add(statement.module.partition(".")[0])
+    assert imported - sys.stdlib_module_names - {"triton_gallery"} <= names
 
 
 # --- what a page has to hold ------------------------------------------------------------------------------------------
@@ -241,7 +307,7 @@ def leftovers(markdown: str) -> list[str]:
 def test_leftovers_of_a_conversion_are_recognised(rst, left, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(f'r"""\n{rst}\n"""\n', encoding="utf-8")
-    (cell,) = notebook_of(script)["cells"]
+    _, cell = notebook_of(script)["cells"]
     assert leftovers("".join(cell["source"])) == left
 
 
@@ -418,3 +484,46 @@ def test_a_page_that_fails_ends_the_build_and_is_named(build, lines, message):
 def test_pages_that_succeed_end_the_build_well(build):
     run = build("assert 1 + 1 == 2")
     assert run.returncode == 0, run.stderr
+
+
+# --- the checklist for who adds one -----------------------------------------------------------------------------------
+
+CONTRIBUTING = gallery.ROOT / "docs" / "contributing.rst"
+
+
+def test_the_checklist_names_every_section_and_tests_that_exist():
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    flat = re.sub(r"\s+", " ", text)
+    assert [section for section in SECTIONS if f"*{section}*" not in flat] == []
+    named = re.findall(r"^     - ``(test_\w+)``$", text, re.MULTILINE)
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    assert len(named) >= 12 and [name for name in named if f"def {name}(" not in tests] == []
+    # And the other way round: what is asked of each page is on the list.
+    ours = Path(__file__).read_text(encoding="utf-8")
+    assert set(re.findall(r"^@each_page\ndef (test_\w+)", ours, re.MULTILINE)) <= set(named)
+
+
+def test_commands_that_contributors_are_told_exist():
+    makefile = (gallery.ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in set(re.findall(r"(?:``|\$ )(?:\w+=\S+ )?make ([\w-]+)", CONTRIBUTING.read_text(encoding="utf-8"))):
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE), f"make {command}"
+
+
+def test_every_public_function_has_its_page():
+    index = (gallery.ROOT / "docs" / "python-api" / "index.rst").read_text(encoding="utf-8")
+    functions = [name for name in triton_gallery.__all__ if inspect.isfunction(getattr(triton_gallery, name))]
+    assert len(functions) >= 8
+    for name in functions:
+        page = gallery.ROOT / "docs" / "python-api" / f"{name}.rst"
+        assert f".. autofunction:: triton_gallery.{name}\n" in page.read_text(encoding="utf-8")
+        assert f":func:`triton_gallery.{name}`" in index and f"\n   {name}\n" in index
+
+
+def test_every_kernel_is_in_the_documentation():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (gallery.ROOT / "docs" / "python-api").glob("*.rst"))
+    for path in (gallery.SRC / "triton_gallery").rglob("*.py"):
+        name = ".".join(path.relative_to(gallery.SRC).with_suffix("").parts)
+        jitted = re.findall(
+            r"^@(?:triton|gluon)\.jit.*\n(?:.*\n)*?def (_\w+_kernel)\(", path.read_text(encoding="utf-8"), re.M
+        )
+        assert not jitted or f".. kernels:: {name}\n" in pages, f"no page lists the kernels of {name}: {jitted}"

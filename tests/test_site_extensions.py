@@ -366,32 +366,11 @@ def _kernel(x_ptr, n, scale=2.0, BLOCK: tl.constexpr = 8):
 
 def test_measured_role(build, quote):
     text, warnings = build("It is :measured:`softmax-fp16: triton_gallery / torch at 4096` faster.\n", "measured")
-    assert not warnings and "It is 2.71× faster." in text
+    assert "It is 2.71× faster." in text
+    # The page of all records, to which it links, is not in this small site.
+    assert warnings.count("WARNING") == warnings.count("undefined label: 'record-nvidia-h200-softmax-fp16'") == 1
     _, warnings = build("\nIt is :measured:`x: torch at 4` faster.\n", "measured")
     assert "index.rst:5: ERROR: measured: 'x: torch at 4': no such point" in warnings
-
-
-def test_measured_table_says_when_nothing_is_measured(build, monkeypatch, tmp_path):
-    monkeypatch.setattr(measured, "RECORDS", tmp_path)
-    text, warnings = build(".. measured-table::\n\n   softmax-fp16 at 4096\n", "measured")
-    assert not warnings and measured.NONE_YET in text
-
-
-def test_measured_table_has_a_row_per_record_and_the_provenance(build, monkeypatch, tmp_path):
-    monkeypatch.setattr(measured, "RECORDS", tmp_path)
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu" / "softmax-fp16.json").write_text("{}")
-    rows = [{"x": 4096, "provider": p, "median": m} for p, m in (("triton_gallery", 9), ("slow", 1), ("fast", 3))]
-    record = {"title": "Softmax of 4096 rows", "x": "N", "rows": rows, "limit": {"name": "copy", "value": 10}}
-    report = SimpleNamespace(record=record, provenance=lambda: "measured on a GPU", series=lambda name: {})
-    monkeypatch.setattr(triton_gallery.benchmark, "load", {"softmax-fp16": report}.__getitem__)
-    monkeypatch.setattr(triton_gallery.benchmark, "quote", lambda reference: f"<{reference.partition(': ')[2]}>")
-    text, warnings = build(".. measured-table::\n\n   softmax-fp16 at 4096\n", "measured")
-    assert not warnings
-    for piece in ("Softmax of 4096 rows", "N = 4,096", "(fast)", "measured on a GPU"):
-        assert piece in text
-    _, warnings = build(".. measured-table::\n\n   softmax-fp16 at 4096\n   nope at 3\n", "measured")
-    assert "index.rst:7: ERROR: measured-table: nope at 3" in warnings
 
 
 # --- solutions --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ the page quotes, the records it presents, the device, and the versions of torch 
 
 import argparse
 import ast
+import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
 EXAMPLES = ROOT / "examples"
+NOT_YET = "not yet measured"
 
 _HEADER = "GALLERY_HEADER.rst"
 _PAGES = "[0-9][0-9]-*.py"
@@ -43,8 +46,10 @@ class PageError(ValueError):
 
 def generate(page: Path, src: Path = SRC, keep_references: bool = False) -> str:
     """The text of `page` with its quotes expanded and, unless references are kept, its measured numbers filled in."""
-    text = page.read_text(encoding="utf-8")
+    return _expanded(page.name, page.read_text(encoding="utf-8"), src, keep_references)
 
+
+def _expanded(name: str, text: str, src: Path, keep_references: bool) -> str:
     def expand(match: re.Match) -> str:
         line = text.count("\n", 0, match.start()) + 1
         try:
@@ -52,9 +57,9 @@ def generate(page: Path, src: Path = SRC, keep_references: bool = False) -> str:
                 return match[0] if keep_references else measured(match["measured"])
             if text[: match.start()].removesuffix("\n").rpartition("\n")[2].startswith("#"):
                 raise LookupError("quote: leave a blank line between a comment and the quote below it")
-            return "\n\n\n".join(source_of(name.strip(), src) for name in _QUOTE.findall(match[0]))
+            return "\n\n\n".join(source_of(quoted.strip(), src) for quoted in _QUOTE.findall(match[0]))
         except (LookupError, ValueError, ImportError) as error:
-            raise PageError(f"{page.name}:{line}: {error.args[0]}") from error
+            raise PageError(f"{name}:{line}: {error.args[0]}") from error
 
     return _REFERENCE.sub(expand, text)
 
@@ -65,9 +70,37 @@ def measured(reference: str) -> str:
 
     reference = re.sub(r"\s*\n\s*#?\s*", " ", reference).strip()
     try:
-        return quote(reference)
+        text = quote(reference)
+        return NOT_YET if report(reference.partition(":")[0]).outdated else text
     except (LookupError, ValueError, OSError) as error:
         raise LookupError(f"measured: {reference!r}: {error.args[0] if error.args else error}") from error
+
+
+def report(name: str, gpu: str | None = None, examples: Path = EXAMPLES, src: Path = SRC):
+    """The committed record as a report that knows what changed since: the kernels, or the benchmark in its page."""
+    from triton_gallery.benchmark import load
+
+    loaded = load(name, gpu)
+    function = loaded.record["inputs"].partition("(")[0]
+    texts = [page.read_text(encoding="utf-8") for page in sorted(examples.glob(_PAGES))]
+    digests = [_benchmark(text, function, src) for text in texts if f"def {function}(" in text]
+    changed = set() if loaded.record["text"]["benchmark"] in digests else {"benchmark"}
+    return dataclasses.replace(loaded, changed=loaded.changed | changed)
+
+
+@functools.cache
+def _benchmark(text: str, function: str, src: Path) -> str | None:
+    from triton_gallery._source import function_digest
+
+    return function_digest(_expanded("", text, src, keep_references=True), function)
+
+
+def measured_names(text: str) -> list[str]:
+    """The records that a page refers to, in order."""
+    found = [match["measured"] for match in _REFERENCE.finditer(text) if match["measured"]]
+    return list(
+        dict.fromkeys(re.sub(r"\s*\n\s*#?\s*", " ", reference).partition(":")[0].strip() for reference in found)
+    )
 
 
 def source_of(name: str, src: Path = SRC) -> str:
@@ -149,14 +182,57 @@ def machine() -> str:
 
 def fingerprint(page: Path, src: Path = SRC) -> str:
     """Changes with whatever the page's output depends on and its text does not show."""
-    digest = hashlib.sha256(machine().encode())
+    from triton_gallery import __version__
+
+    digest = hashlib.sha256(f"{machine()} {first_cell(__version__)}".encode())
     modules = {_split(name.strip(), src)[0] for name in _QUOTE.findall(page.read_text(encoding="utf-8"))}
     for module in sorted(modules):
-        digest.update(module.read_bytes())
+        # With the kernels for one GPU, such as hopper/softmax.py.
+        for file in sorted({module, *module.parent.glob(f"**/{module.stem}*.py")}):
+            digest.update(file.read_bytes())
         # layer_norm.py is measured by the records layer-norm-*.json.
         for record in sorted(src.glob(f"*/records/*/{module.stem.replace('_', '-')}*.json")):
             digest.update(record.read_bytes())
     return digest.hexdigest()
+
+
+# --- notebooks --------------------------------------------------------------------------------------------------------
+
+
+def first_cell(version: str) -> str:
+    """The first cell of every notebook: it installs the package that the page was written for, where it is missing."""
+    repository = os.environ.get("GALLERY_REPOSITORY")
+    source = f" @ git+https://github.com/{repository}@v{version}" if repository else f"=={version}"
+    return f"""\
+# This notebook goes with triton-gallery {version} and installs it where it is missing. Kernels run on the GPU; without
+# one, the import switches Triton's interpreter on, and they run on CPU tensors.
+from importlib import metadata
+
+try:
+    installed = metadata.version("triton-gallery")
+except metadata.PackageNotFoundError:
+    installed = None
+if installed != "{version}":
+    %pip install --quiet "triton-gallery[examples]{source}"
+
+import triton_gallery
+
+print("GPU:", triton_gallery.benchmark.environment()["gpu"])"""
+
+
+def _open_in_colab(app, pagename, templatename, context, doctree) -> None:
+    # The published site is the repository's branch gh-pages, and Colab opens notebooks that lie on GitHub.
+    repository = os.environ.get("GALLERY_REPOSITORY")
+    notebook = re.search(r'href="(?:\.\./)*(_downloads/\w+/\d\d-[\w-]+\.ipynb)"', context.get("body", ""))
+    if not repository or not notebook:
+        return
+    url = f"https://colab.research.google.com/github/{repository}/blob/gh-pages/stable/{notebook[1]}"
+    link = f'<a class="reference external" href="{url}">Open in Colab</a>'
+    begin = '<div class="sphx-glr-download sphx-glr-download-jupyter docutils container">'
+    at_the_end = begin.replace("jupyter", "colab") + f"\n<p>{link}</p>\n</div>\n{begin}"
+    at_the_top = re.compile(r'(<div class="sphx-glr-download-link-note.*?)</p>\s*</div>', re.DOTALL)
+    body = context["body"].replace(begin, at_the_end, 1)
+    context["body"] = at_the_top.sub(rf"\g<1> · {link}</p></div>", body, count=1)
 
 
 # --- Sphinx -----------------------------------------------------------------------------------------------------------
@@ -191,9 +267,18 @@ def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
     _write(store, json.dumps(new, indent=1))
 
 
+def _config_inited(app, config) -> None:
+    from triton_gallery import __version__
+
+    config.sphinx_gallery_conf["first_notebook_cell"] = first_cell(__version__)
+
+
 def setup(app) -> dict:
     # Before sphinx-gallery, which reads the generated pages in its own handler with the default priority, 500.
     app.connect("builder-inited", _builder_inited, priority=5)
+    # Before sphinx-gallery completes its settings, with priority 10.
+    app.connect("config-inited", _config_inited, priority=5)
+    app.connect("html-page-context", _open_in_colab)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 

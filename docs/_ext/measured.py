@@ -1,23 +1,39 @@
-"""Measured numbers in ``.rst`` pages, read from the committed records when the page is built.
+"""Measured numbers in pages, read from the committed records when the page is built.
 
 ``:measured:`softmax-fp16: triton_gallery / torch at 4096``` is replaced by what ``triton_gallery.benchmark.quote``
-returns. ``.. measured-table::`` has one line per row, ``softmax-fp16 at 8192``, and shows what was measured there,
-ours beside the best peer, and where the numbers come from. A reference that no record answers fails the build and
-names the page.
+returns. ``.. measured-table::`` has one line per row, ``softmax-fp16 at 8192``, and shows what was measured there, ours
+beside the best peer; with records of several GPUs it has a tab for each. A reference that no record answers fails the
+build and names the page.
+
+A page with such numbers ends with where they come from, and one with ``.. run::`` with where its code ran.
 """
 
+from pathlib import Path
+
 from docutils import nodes
-from gallery import SRC, measured
+from gallery import EXAMPLES, NOT_YET, SRC, measured, measured_names, report
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 RECORDS = SRC / "triton_gallery" / "records"
 NONE_YET = "No measurements are committed yet."
 
-_COLUMNS = ("Measured", "at", "triton_gallery", "best peer", "ratio", "lowest ratio", "share of the limit")
+_COLUMNS = ("Measured", "triton_gallery", "best peer", "ratio", "lowest ratio", "share of the limit")
 
 
-def _note_records(env, name: str) -> None:
-    for path in RECORDS.glob(f"*/{name}.json"):
+def gpus(name: str = "*") -> list[str]:
+    """The folders that hold a record, the H200's first."""
+    found = {path.parent.name for path in RECORDS.glob(f"*/{name}.json")}
+    return sorted(found, key=lambda gpu: (gpu != "nvidia-h200", gpu))
+
+
+def label(gpu: str, name: str) -> str:
+    """What :ref: calls a record on the page of benchmarks."""
+    return f"record-{gpu}-{name}"
+
+
+def note_record(env, name: str) -> None:
+    """Read the page again when the record changes, or the kernels that it measured."""
+    for path in [*RECORDS.glob(f"*/{name}.json"), *(SRC / "triton_gallery").glob("**/*.py"), *EXAMPLES.glob("*.py")]:
         env.note_dependency(str(path))
 
 
@@ -30,62 +46,143 @@ class Measured(SphinxRole):
             self.env.note_reread()
             message = self.inliner.reporter.error(error.args[0], line=self.lineno)
             return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
-        _note_records(self.env, self.text.partition(":")[0].strip())
-        return [nodes.Text(text)], []
+        name = self.text.partition(":")[0].strip()
+        note_record(self.env, name)
+        return [nodes.inline("", text, record=name)], []
 
 
 class MeasuredTable(SphinxDirective):
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        if not any(RECORDS.glob("*/*.json")):
+        if not gpus():
             return [nodes.note("", nodes.paragraph("", NONE_YET))]
-        rows, provenance = [_COLUMNS], {}
+        tabs = {}
         for row, (_, offset) in zip(self.content, self.content.items, strict=True):
-            name, _, x = row.partition(" at ")
+            name, x = (part.strip() for part in row.partition(" at ")[::2])
             try:
-                cells, origin = _row(name.strip(), x.strip())
+                if not gpus(name):
+                    raise LookupError(f"no record is called {name}")
+                found = {gpu: report(name, gpu) for gpu in gpus(name)}
+                if all(x not in map(str, one.xs) for one in found.values()):
+                    raise LookupError(f"no record of {name} has {x}")
+                for gpu, one in found.items():
+                    tabs.setdefault(gpu, []).append((name, *_row(one, label(gpu, name), x)))
             except (LookupError, ValueError, OSError) as error:
                 self.env.note_reread()
                 return [self.state.document.reporter.error(f"measured-table: {row}: {error}", line=offset + 1)]
-            rows.append(cells)
-            provenance[origin] = None
-            _note_records(self.env, name.strip())
-        lines = [".. list-table::", "   :header-rows: 1", "   :class: measured", ""]
-        for cells in rows:
-            lines += [f"   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(cells)]
-        lines += ["", *(f".. rst-class:: provenance\n\n{origin}\n" for origin in provenance)]
-        return self.parse_text_to_nodes("\n".join(lines))
+            note_record(self.env, name)
+        return self.parse_text_to_nodes("\n".join(_tabs({gpu: _table(rows) for gpu, rows in tabs.items()})))
 
 
-def _row(name: str, x: str) -> tuple[tuple[str, ...], str]:
-    from triton_gallery.benchmark import load, quote
-
-    report = load(name)
-
-    def at(series: str, where: str = x) -> str:
-        return quote(f"{name}: {series} at {where}")
-
-    ours = at("triton_gallery")
-    has_limit = report.record["limit"] is not None
-    cells = (
-        report.record["title"],
-        f"{report.record['x']} = {int(x):,}",
-        ours,
-        f"{at('peers')} ({_best_peer(report, x)})",
-        at("triton_gallery / peers"),
-        at("triton_gallery / peers", "worst"),
-        at("triton_gallery / limit") if has_limit else "",
-    )
-    return cells, report.provenance()
+def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:
+    r, ours = found.record, found.series("triton_gallery")
+    place = f"{int(x):,}" if x.isdigit() else x
+    cells = [f":ref:`{r['title']} <{target}>`, {r['x']} {place}", *[""] * 5]
+    if found.outdated:
+        cells[1] = NOT_YET
+    elif x not in map(str, ours):
+        cells[1] = "left out"
+    else:
+        cells[1] = found.quote("triton_gallery", None, x)
+        if x in map(str, found.series("peers")):
+            cells[2] = f"{found.quote('peers', None, x)} ({_best_peer(found, x)})"
+            cells[3:5] = (found.quote("triton_gallery", "peers", at) for at in (x, "worst"))
+        if r["limit"]:
+            cells[5] = found.quote("triton_gallery", "limit", x)
+    return tuple(cells), r["gpu"], found.provenance()
 
 
-def _best_peer(report, x: str) -> str:
-    peers = [row for row in report.record["rows"] if str(row["x"]) == x and row["provider"] != "triton_gallery"]
+def _best_peer(found, x: str) -> str:
+    peers = [row for row in found.record["rows"] if str(row["x"]) == x and row["provider"] != "triton_gallery"]
     return max(peers, key=lambda row: row["median"])["provider"]
+
+
+def _table(rows: list[tuple]) -> tuple[str, list[str]]:
+    lines = list_table([_COLUMNS, *(cells for _, cells, *_ in rows)], "measured", "results")
+    origins = {}
+    for name, _, _, origin in rows:
+        origins.setdefault(origin, []).append(name)
+    for origin, names in origins.items():
+        told = f"{', '.join(names)}: {origin}." if len(origins) > 1 else f"{origin[0].upper()}{origin[1:]}."
+        lines += ["", ".. rst-class:: provenance", "", told]
+    return rows[0][2], lines
+
+
+def list_table(rows: list[tuple[str, ...]], *classes: str) -> list[str]:
+    """A table in reStructuredText whose first row is its head."""
+    lines = [".. list-table::", "   :header-rows: 1", f"   :class: {' '.join(classes)}", ""]
+    for cells in rows:
+        lines += [f"   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(cells)]
+    return lines
+
+
+def _tabs(tabs: dict[str, tuple[str, list[str]]]) -> list[str]:
+    """A tab for each GPU, which works without scripts; with one GPU, its content alone."""
+    if len(tabs) == 1:
+        return next(iter(tabs.values()))[1]
+    return tab_set(tabs)
+
+
+def tab_set(tabs: dict[str, tuple[str, list[str]]]) -> list[str]:
+    """reStructuredText of tabs, from the title and the lines of each."""
+    lines = [".. tab-set::", ""]
+    for gpu, (title, content) in tabs.items():
+        lines += [f"   .. tab-item:: {title}", f"      :sync: {gpu}", ""]
+        lines += [f"      {line}".rstrip() for line in content] + [""]
+    return lines
+
+
+# --- the end of a page ------------------------------------------------------------------------------------------------
+
+
+def _doctree_read(app, doctree) -> None:
+    docname = app.env.current_document.docname
+    notes = []
+    if any("run-code" in node["classes"] for node in doctree.findall(nodes.literal_block)):
+        notes.append([nodes.Text(f"The code on this page ran on {_here()}.")])
+    origins = {}
+    for name in _names(app, docname, doctree):
+        found = report(name)
+        origins.setdefault("; ".join([found.provenance(), *found.status()]), []).append(name)
+    for origin, names in origins.items():
+        notes.append([nodes.Text("Numbers from the records of ")])
+        for i, name in enumerate(names):
+            notes[-1] += [nodes.Text(", " if i else ""), _reference(docname, name)]
+        notes[-1].append(nodes.Text(f": {origin}."))
+    sections = list(doctree.findall(nodes.section))
+    if notes and sections:
+        sections[0].extend(nodes.paragraph("", "", *note, classes=["provenance"]) for note in notes)
+
+
+def _names(app, docname: str, doctree) -> list[str]:
+    """The records that a page refers to in its text, or names in its code."""
+    names = [node["record"] for node in doctree.findall(nodes.inline) if "record" in node]
+    example = EXAMPLES / f"{Path(docname).name}.py"
+    text = (example if example.exists() else Path(app.env.doc2path(docname))).read_text(encoding="utf-8")
+    names += measured_names(text) if example.exists() else []
+    names += [path.stem for path in sorted(RECORDS.glob("*/*.json")) if f'"{path.stem}"' in text]
+    return list(dict.fromkeys(names))
+
+
+def _reference(docname: str, name: str) -> nodes.Node:
+    from sphinx.addnodes import pending_xref
+
+    target = label(gpus(name)[0], name)
+    options = {"refdomain": "std", "reftype": "ref", "reftarget": target, "refexplicit": True, "refwarn": True}
+    return pending_xref("", nodes.inline("", name, classes=["std", "std-ref"]), refdoc=docname, **options)
+
+
+def _here() -> str:
+    from triton_gallery.benchmark import environment
+
+    found = environment()
+    gpu = f"{found['gpu']}, driver {found['driver']}" if found["driver"] != "none" else "no GPU, in the interpreter"
+    return f"{gpu}, torch {found['torch']}, triton {found['triton']}, commit {found['commit']}, {found['date']}"
 
 
 def setup(app) -> dict:
     app.add_role("measured", Measured())
     app.add_directive("measured-table", MeasuredTable)
+    app.connect("doctree-read", _doctree_read)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

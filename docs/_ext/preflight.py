@@ -14,8 +14,9 @@ import sys
 PYTHON, TORCH, TRITON = (3, 11), (2, 11), (3, 6)
 KERNELS = ("torch", "triton", "numpy")
 SPHINX = ("sphinx", "sphinx-gallery", "sphinx_rtd_theme", "sphinx-copybutton", "sphinx-design", "sphinxcontrib-bibtex")
+FINDABLE = ("sphinx-notfound-page", "sphinx-reredirects", "sphinx-sitemap", "sphinxext-opengraph", "markdownify")
 NEEDED = {
-    "site": (*KERNELS, "matplotlib", "pandas", *SPHINX),
+    "site": (*KERNELS, "matplotlib", "pandas", *SPHINX, *FINDABLE),
     "tests": (*KERNELS, "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
     "gpu": (*KERNELS, "matplotlib", "pandas"),
 }

@@ -8,13 +8,16 @@ import json
 import math
 import re
 import statistics
+import textwrap
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 
 OURS = "triton_gallery"
 FIGURES = ("median", "p20", "p80")
-PROVENANCE = ("gpu", "driver", "cuda", "torch", "triton", "package", "commit", "date", "command", "inputs")
+PROVENANCE = ("gpu", "driver", "cuda", "torch", "triton", "package", "commit", "date", "command", "inputs", "text")
+TEXT = ("kernels", "launch", "benchmark")
+NOT_YET = "not yet measured"
 
 # Okabe and Ito's colours, which every kind of colour vision tells apart; their yellow is too pale on white.
 # Ours is drawn first and thick, so that a peer of the same speed stays visible on top of it.
@@ -51,6 +54,8 @@ def validate(record: dict, file: str | None = None) -> None:
             raise ValueError(f"record {file}: {key} is missing" + "; set GALLERY_COMMIT" * (key == "commit"))
     if not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", record["commit"]):
         raise ValueError(f"record {file}: commit must be a git commit, got {record['commit']!r}")
+    if any(not re.fullmatch(r"[0-9a-f]{16}", str(record["text"].get(part))) for part in TEXT):
+        raise ValueError(f"record {file}: text must hold digests of {', '.join(TEXT)}, got {record['text']}")
     if "limit" not in record:
         raise ValueError(f"record {file}: limit is missing; null says that there is none")
     if record["limit"] and not (record["limit"].get("name") and 0 < record["limit"].get("value", 0) < math.inf):
@@ -66,10 +71,28 @@ def validate(record: dict, file: str | None = None) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """A benchmark's result: `record` as `records/README.md` describes it, measured in this process if `live`."""
+    """A benchmark's result: `record` as `records/README.md` describes it, measured in this process if `live`.
+
+    `changed` names what is no longer the text that was measured: "kernels", "launch" or "benchmark". When the kernels
+    or the benchmark changed, the record is outdated, and instead of figures the report says "not yet measured".
+    """
 
     record: dict
     live: bool = False
+    changed: frozenset[str] = frozenset()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the kernels or the benchmark are others than those measured."""
+        return bool(self.changed & {"kernels", "benchmark"})
+
+    def status(self) -> list[str]:
+        """What changed after this was recorded, as at most one sentence."""
+        record = f"the record is of {self.record['date']}, commit {self.record['commit']}"
+        if self.outdated:
+            parts = " and the ".join(part for part in ("kernels", "benchmark") if part in self.changed)
+            return [f"{NOT_YET} since the {parts} changed; {record}"]
+        return [f"what launches the kernels changed since then, the kernels did not; {record}"] if self.changed else []
 
     @property
     def xs(self) -> list:
@@ -82,7 +105,10 @@ class Report:
         return sorted(dict.fromkeys(row["provider"] for row in self.record["rows"]), key=lambda name: name != OURS)
 
     def series(self, name: str) -> dict:
-        """The median at each x of a provider, of "peers" (the best of the others at that x) or of "limit"."""
+        """The median at each x of a provider, of "peers" (the best of the others at that x) or of "limit".
+
+        NaN everywhere if the record is outdated.
+        """
         if name == "limit" and self.record["limit"]:
             return dict.fromkeys(self.xs, self.record["limit"]["value"])
         known = self.providers + ["peers"] + ["limit"] * bool(self.record["limit"])
@@ -92,10 +118,10 @@ class Report:
         for row in self.record["rows"]:
             if row["provider"] == name or (name == "peers" and not is_ours(row["provider"])):
                 best[row["x"]] = max(best.get(row["x"], 0), row["median"])
-        return best
+        return dict.fromkeys(best, math.nan) if self.outdated else best
 
     def quote(self, series: str, base: str | None, at: str) -> str:
-        """The number that `triton_gallery.benchmark.quote` describes."""
+        """The number that `triton_gallery.benchmark.quote` describes, or "not yet measured"."""
         values = {str(x): value for x, value in self.series(series).items()}
         if base:
             below = {str(x): value for x, value in self.series(base).items()}
@@ -104,6 +130,8 @@ class Report:
         if not values or at not in over | values:
             known = ", ".join([*over, *values]) if values else "none"
             raise ValueError(f"{self.record['benchmark']}: {series} must be quoted at one of {known}, got {at!r}")
+        if self.outdated:
+            return NOT_YET
         value = over[at](values.values()) if at in over else values[at]
         if base is None:
             return f"{_number(value)} {self.record['unit']}"
@@ -121,7 +149,9 @@ class Report:
     def summary(self) -> str:
         """A few lines: our ratio to each peer, where we are slower, our share of the limit, and what was left out."""
         r, ours = self.record, self.series(OURS)
-        lines = [f"{r['title']}, on {r['gpu']}"]
+        lines = [f"{r['title']}, on {r['gpu']}", *self.status()]
+        if self.outdated:
+            return "\n  ".join(lines)
         for peer in self.providers[1:]:
             ratios = {x: ours[x] / value for x, value in self.series(peer).items() if x in ours}
             if ratios:
@@ -171,12 +201,20 @@ class Report:
 
         return "{\n" + ",\n".join(f'  "{key}": {dump(value)}' for key, value in self.record.items()) + "\n}\n"
 
-    def plot(self) -> None:
-        """Draw one pyplot figure: each provider's median and 20–80 % band, ours thick, and the limit dashed."""
+    def plot(self) -> object:
+        """Draw one pyplot figure: each provider's median and 20–80 % band, ours thick, and the limit dashed.
+
+        Returns:
+            An object that pages and notebooks show below the figure, the data as files, and the command behind them.
+        """
         import matplotlib.pyplot as plt
 
         r, xs = self.record, self.xs
         figure, ax = plt.subplots(figsize=(8, 4.8), facecolor="white", layout="constrained")
+        if self.outdated:
+            ax.text(0.5, 0.5, "\n".join(textwrap.wrap(self.status()[0], 60)), ha="center", va="center", size="large")
+            ax.set(title=r["title"], xticks=[], yticks=[])
+            return Data(self)
         # Values of x that are no numbers ("4096×4096×512") stand side by side.
         place = {x: x if isinstance(x, (int, float)) else i for i, x in enumerate(xs)}
         peers = iter(_PEER_STYLES)
@@ -201,9 +239,12 @@ class Report:
         ax.set(title=f"{r['title']}, measured on {r['gpu']}", xlabel=r["x"], ylabel=f"throughput ({r['unit']})")
         ax.grid(color="#dddddd", linewidth=0.6)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        return Data(self)
 
     def _repr_html_(self) -> str:
         r, e = self.record, html.escape
+        if self.outdated:
+            return f"<p><strong>{e(r['title'])}</strong>: {e(self.status()[0])}.</p>\n" + Data(self)._repr_html_()
         columns = {name: self.series(name) for name in self.providers}
         body = ""
         for x in self.xs:
@@ -211,20 +252,14 @@ class Report:
             cells = "".join(f"<td>{_cell(column.get(x), best)}</td>" for column in columns.values())
             body += f'<tr><th scope="row">{e(f"{x:,}" if isinstance(x, int) else str(x))}</th>{cells}</tr>\n'
         head = "".join(f'<th scope="col">{e(name)}</th>' for name in (r["x"], *columns))
-        notes = [*self._limit(), *self._left_out(), self.provenance()]
-        files = {"csv": ("text/csv", self.to_csv()), "json": ("application/json", self.to_json())}
-        links = " · ".join(
-            f'<a download="{e(r["benchmark"])}.{kind}" href="data:{mime};charset=utf-8,{urllib.parse.quote(text)}">'
-            f"Download {kind.upper()}</a>"
-            for kind, (mime, text) in files.items()
-        )
+        notes = [*self._limit(), *self._left_out(), self.provenance(), *self.status()]
         # A region that scrolls must be reachable by keyboard, hence the tabindex and the name.
         return (
             f'<div role="region" tabindex="0" aria-label="{e(r["title"])}" style="overflow-x: auto">\n'
             f"<table>\n<caption>{e(r['title'])}, in {e(r['unit'])}; the best of each row in bold</caption>\n"
             f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>\n"
             + "".join(f"<p>{e(note[0].upper() + note[1:])}.</p>\n" for note in notes)
-            + f"<p>{links}</p>\n"
+            + Data(self)._repr_html_()
         )
 
 
@@ -241,13 +276,36 @@ def plot_roofline(title: str, points: dict[str, tuple[float, float]], bandwidth:
     ax.plot([low, ridge], [low * bandwidth["value"] / 1000, peak["value"]], color="#0072B2", linewidth=2.5, label=slope)
     ax.plot([ridge, high], [peak["value"]] * 2, color="#333333", linewidth=2.5, linestyle="--", label=flat)
     for (label, (intensity, rate)), marker in zip(points.items(), itertools.cycle("oDs^v>P*")):
-        share = _percent(rate / min(peak["value"], intensity * bandwidth["value"] / 1000))
+        share = rate / min(peak["value"], intensity * bandwidth["value"] / 1000)
+        what = NOT_YET if math.isnan(rate) else f"{_percent(share)} of the roof"
         style = {"marker": marker, "color": "#D55E00", "markersize": 9, "markeredgecolor": "white", "linestyle": ""}
-        ax.plot(intensity, rate, label=f"{label}: {share} of the roof", **style)
+        ax.plot(intensity, rate, label=f"{label}: {what}", **style)
     ax.set(title=title, xlabel="arithmetic intensity (operations per byte)", ylabel="rate (TFLOP/s)")
     ax.set(xscale="log", yscale="log", xlim=(low, high))
     ax.grid(color="#dddddd", linewidth=0.6)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The files behind a figure or a table, and how to make them again, as pages and notebooks show it."""
+
+    report: Report
+
+    def __str__(self) -> str:
+        return f"data of {self.report.record['benchmark']}, made by {self.report.record['command']}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        r, e = self.report.record, html.escape
+        files = {"csv": ("text/csv", self.report.to_csv()), "json": ("application/json", self.report.to_json())}
+        links = " · ".join(
+            f'<a download="{e(r["benchmark"])}.{kind}" href="data:{mime};charset=utf-8,{urllib.parse.quote(text)}">'
+            f"{'The outdated' if self.report.outdated else 'Download'} {kind.upper()}</a>"
+            for kind, (mime, text) in files.items()
+        )
+        return f"<p>{links} · made by <code>{e(r['command'])}</code> at commit {e(r['commit'])}</p>\n"
 
 
 def _cell(value: float | None, best: float) -> str:

@@ -8,9 +8,11 @@ records are written to, ``GALLERY_COMMAND`` the command to note in them, and ``G
 of the sources without its git history.
 """
 
+import dataclasses
 import datetime
 import functools
 import importlib.resources
+import inspect
 import json
 import os
 import platform
@@ -28,6 +30,7 @@ import torch
 import triton
 
 from ._report import FIGURES, OURS, PROVENANCE, Report, is_ours, plot_roofline, slug, validate
+from ._source import function_digest, kernel_digests
 
 # A committed record that holds each limit, for reports that were measured elsewhere
 _LIMIT_RECORDS = {"copy": "vector-add-fp32"} | {name: name for name in ("matmul-fp16", "matmul-bf16", "matmul-fp8")}
@@ -176,11 +179,12 @@ def _output(*command: str) -> str:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def load(name: str) -> Report:
-    """Load a record that the package ships: this machine's GPU first, then the H200, then whichever there is.
+def load(name: str, gpu: str | None = None) -> Report:
+    """Load a record that the package ships. Its figures are hidden where the kernels are no longer those measured.
 
     Args:
         name: the benchmark's name, such as "softmax-fp16".
+        gpu: a folder of records, such as "nvidia-h200". None takes this machine's GPU, else the H200, else the first.
 
     Raises:
         FileNotFoundError: no GPU's records hold this benchmark.
@@ -191,10 +195,15 @@ def load(name: str) -> Report:
         hint = "`make record` on a GPU machine measures it"
         raise FileNotFoundError(f"benchmark {name}: no record is committed, and there is no GPU to measure on; {hint}")
     here = slug(_gpu_name()) if _device() else None
-    gpu = next(gpu for gpu in [here, "nvidia-h200", *gpus] if gpu in gpus)
+    gpu = gpu or next(gpu for gpu in [here, "nvidia-h200", *gpus] if gpu in gpus)
     record = json.loads((_records() / gpu / f"{name}.json").read_text(encoding="utf-8"))
     validate(record, f"{gpu}/{name}.json")
-    return Report(record)
+    return Report(record, changed=_changed(record, kernel_digests(name)))
+
+
+def _changed(record: dict, digests: dict[str, str | None]) -> frozenset[str]:
+    """The parts of the text whose digest is another than when the record was made; None says that it is not known."""
+    return frozenset(part for part, digest in digests.items() if digest not in (None, record["text"][part]))
 
 
 def _records():
@@ -214,8 +223,8 @@ def roofline(
 
     Args:
         report: what the points were measured with; names the GPU.
-        points: for each label, the arithmetic intensity in operations per byte and the rate in TFLOP/s. A rate in GB/s
-            becomes one by the intensity of the bytes that were counted.
+        points: for each label, the arithmetic intensity in operations per byte and the rate in TFLOP/s, NaN if not yet
+            measured. A rate in GB/s becomes one in TFLOP/s by the intensity of the bytes that were counted.
         title: what is measured, as a heading; the report's own title when None.
         peak: the flat part of the roof: "matmul-fp16", "matmul-bf16" or "matmul-fp8".
 
@@ -229,7 +238,7 @@ def roofline(
         >>> rate = report.series("triton_gallery")[4096]
         >>> tg.benchmark.roofline(report, {"4096³": (4096 / 3, rate)})
     """
-    if not points or min(map(min, points.values())) <= 0:
+    if not points or any(value <= 0 for point in points.values() for value in point):
         raise ValueError(f"roofline: points must have a positive intensity and rate, got {points}")
     if LIMITS.get(peak) != "TFLOP/s":
         raise ValueError(f"roofline: peak must be one of {', '.join(list(LIMITS)[1:])}, got {peak!r}")
@@ -306,7 +315,10 @@ class PerfReport:
             if folder:
                 raise RuntimeError(f"{name}: TRITON_GALLERY_RECORDS is set, and there is no GPU to measure on")
             report = load(name)
-            print(f"{name}: no GPU to measure on; the committed record is shown, {report.provenance()}.")
+            changed = report.changed | _changed(report.record, {"benchmark": self._digest()})
+            report = dataclasses.replace(report, changed=changed)
+            shown = report.status()[0] if report.outdated else f"the committed record is shown, {report.provenance()}"
+            print(f"{name}: no GPU to measure on; {shown}.")
             return report
         record = self._header()
         if folder:
@@ -333,9 +345,17 @@ class PerfReport:
         arguments = [f"{x}=x" for x in bench.x_names] + [f"{key}={value!r}" for key, value in bench.args.items()]
         found["inputs"] = f"{self.fn.__name__}({', '.join(arguments)}), torch.manual_seed(0), {self.rounds} round(s)"
         found["command"] = os.environ.get("GALLERY_COMMAND") or shlex.join(["python", *sys.orig_argv[1:]])
+        found["text"] = kernel_digests(bench.plot_name) | {"benchmark": self._digest()}
         x = {"x": bench.xlabel or bench.x_names[0], "x_log": bench.x_log, "y_log": bench.y_log}
         head = {"benchmark": bench.plot_name, "title": self.title, **x, "unit": bench.ylabel}
         return head | {key: found[key] for key in PROVENANCE}
+
+    def _digest(self) -> str | None:
+        """The digest of the benchmark's text; None without a file, as in a notebook, whose cells stand alone."""
+        file = inspect.getsourcefile(self.fn) if inspect.isfunction(self.fn) else None
+        if file is None or not Path(file).is_file():
+            return None
+        return function_digest(Path(file).read_text(encoding="utf-8"), self.fn.__name__)
 
     def _measure(self, x, record: dict) -> None:
         """Add to the record the rows of one x, and what was left out of them."""
@@ -393,7 +413,8 @@ def quote(reference: str) -> str:
             "best" or "median" over those where the series were measured.
 
     Returns:
-        A rate with its unit ("3122 GB/s"), a ratio ("2.71×"), or a share of the limit ("88 %").
+        A rate with its unit ("3122 GB/s"), a ratio ("2.71×"), or a share of the limit ("88 %"); "not yet measured"
+        where the kernels changed after the record was made.
 
     Raises:
         FileNotFoundError: no record has this name.

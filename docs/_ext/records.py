@@ -1,0 +1,262 @@
+"""The page of all records, the files behind every figure and table, and a tab for each GPU.
+
+``.. records::`` shows every committed record, a tab for each folder of ``records/``: a summary, then for each benchmark
+its figure, its table, its files, and how its numbers changed from commit to commit, as far as git knows. A report in a
+page of the gallery gets a tab for every other GPU that has a record of the same benchmark.
+
+Reports carry their data as ``data:`` links, because a notebook has nowhere to put files. The site publishes them as
+``_static/records/<gpu>/<benchmark>.json`` and ``.csv``, and the links lead there.
+"""
+
+import functools
+import io
+import json
+import re
+import subprocess
+import urllib.parse
+from html import escape
+from pathlib import Path
+
+from docutils import nodes
+from gallery import EXAMPLES, NOT_YET, report
+from measured import NONE_YET, RECORDS, gpus, label, list_table, note_record, tab_set
+from sphinx.util.docutils import SphinxDirective
+
+_DATA = re.compile(r'<a download="[^"]*" href="data:(?:text/csv|application/json);[^"]*">[^<]*</a>')
+_JSON = re.compile(r'href="data:application/json;charset=utf-8,([^"]*)"')
+NO_HISTORY = "The history of these numbers is not available: this site was built without the history of its sources."
+
+
+# --- the history of a record ------------------------------------------------------------------------------------------
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", "-C", str(RECORDS), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def last_commit() -> str:
+    """The last commit that changed a record; empty where git does not know."""
+    try:
+        return _git("log", "-1", "--format=%h", "--", ".").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+@functools.cache
+def history(gpu: str, name: str, state: str) -> list[dict]:
+    """A record at each commit that changed its figures, the oldest first; empty where git does not know."""
+    path = f"{gpu}/{name}.json"
+    try:
+        if _git("rev-parse", "--is-shallow-repository").strip() != "false":
+            return []
+        commits = _git("log", "--reverse", "--format=%h", "--", path).split()
+        texts = [_git("show", f"{commit}:./{path}") for commit in commits]
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    texts.append((RECORDS / path).read_text(encoding="utf-8"))
+    kept = []
+    for record in map(json.loads, texts):
+        if not kept or record["rows"] != kept[-1]["rows"]:
+            kept.append(record)
+    return kept
+
+
+def _history(gpu: str, name: str, state: str) -> list[str]:
+    """Our numbers, with the ratio to the best peer: a row for each x, a column for each commit."""
+    from triton_gallery._report import Report
+
+    reports = [Report(record) for record in history(gpu, name, state)]
+    if not reports:
+        return [NO_HISTORY]
+    head = [reports[-1].record["x"], *(f"{r.record['date']}, {r.record['commit']}" for r in reports)]
+    lines = ["<tr>" + "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head) + "</tr>"]
+    for x in reports[-1].xs:
+        cells = "".join(f"<td>{_cell(r, x)}</td>" for r in reports)
+        place = f"{x:,}" if isinstance(x, int) else escape(x)
+        lines.append(f'<tr><th scope="row">{place}</th>{cells}</tr>')
+    # A region that scrolls must be reachable by keyboard, also while it is folded up.
+    region = f'<div role="region" tabindex="0" aria-label="{escape(reports[-1].record["title"])}, at each commit">'
+    table = f"<table><thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>"
+    return [".. raw:: html", "", f'   <div class="output_html">{region}{table}</div></div>']
+
+
+def _cell(found, x) -> str:
+    if x not in found.series("triton_gallery"):
+        return "–"
+    ratio = f" ({found.quote('triton_gallery', 'peers', str(x))})" if x in found.series("peers") else ""
+    return found.quote("triton_gallery", None, str(x)) + ratio
+
+
+# --- the page of all records ------------------------------------------------------------------------------------------
+
+
+class Records(SphinxDirective):
+    def run(self) -> list[nodes.Node]:
+        if not gpus():
+            return [nodes.note("", nodes.paragraph("", NONE_YET))]
+        tabs = {}
+        for gpu in gpus():
+            found = {path.stem: report(path.stem, gpu) for path in sorted((RECORDS / gpu).glob("*.json"))}
+            lines = _summary(gpu, found)
+            for name, one in found.items():
+                note_record(self.env, name)
+                lines += self._one(gpu, name, one)
+            tabs[gpu] = (next(iter(found.values())).record["gpu"], lines)
+        return self.parse_text_to_nodes("\n".join(tab_set(tabs)))
+
+    def _one(self, gpu: str, name: str, found) -> list[str]:
+        r, page = found.record, _page_of(found.record)
+        table = _published(found._repr_html_(), self.env.current_document.docname)
+        lines = ["", f".. _{label(gpu, name)}:", "", f".. rubric:: {r['title']}", ""]
+        explained = [docname for docname in self.env.found_docs if page and docname.endswith(f"/{page}")]
+        lines += [f"Explained in :doc:`/{explained[0]}`.", ""] if explained else []
+        lines += [
+            f".. image:: /{draw(Path(self.env.srcdir), found)}",
+            f"   :alt: {alt(found)}",
+            "",
+        ]
+        lines += [
+            ".. raw:: html",
+            "",
+            *(f"   {line}" for line in f'<div class="output_html">{table}</div>'.split("\n")),
+            "",
+        ]
+        lines += [f"``make record{f' PAGE={page}' if page else ''}`` on a machine with this GPU measures it again.", ""]
+        lines += [".. dropdown:: At each commit", ""]
+        return lines + [f"   {line}".rstrip() for line in _history(gpu, name, last_commit())]
+
+
+def _summary(gpu: str, found: dict) -> list[str]:
+    rows = [("Measured", "ratio to the best peer: lowest", "median", "highest", "on")]
+    for name, one in found.items():
+        title = f":ref:`{one.record['title']} <{label(gpu, name)}>`"
+        if one.outdated or len(one.providers) == 1:
+            ratios = (one.quote("triton_gallery", None, "median"), "", "") if one.outdated else ("", "", "")
+        else:
+            ratios = (one.quote("triton_gallery", "peers", at) for at in ("worst", "median", "best"))
+        rows.append((title, *ratios, one.record["date"]))
+    return list_table(rows, "measured", "summary")
+
+
+def _page_of(record: dict) -> str | None:
+    function = f"def {record['inputs'].partition('(')[0]}("
+    return next((page.stem for page in sorted(EXAMPLES.glob("*.py")) if function in page.read_text("utf-8")), None)
+
+
+def alt(found) -> str:
+    """What a figure shows, for those who do not see it."""
+    r = found.record
+    shown = NOT_YET if found.outdated else f"the throughput of {', '.join(found.providers)} by {r['x']}"
+    return f"{r['title']}, on {r['gpu']}: {shown}"
+
+
+def draw(srcdir: Path, found) -> str:
+    """Draw a record's figure; its path below the folder of sources. The same record gives the same file."""
+    import matplotlib.pyplot as plt
+
+    from triton_gallery._report import slug
+
+    path = f"_generated/records/{slug(found.record['gpu'])}/{found.record['benchmark']}.svg"
+    picture = io.StringIO()
+    with plt.rc_context({"svg.hashsalt": path, "svg.fonttype": "none", "font.family": "sans-serif"}):
+        found.plot()
+        plt.savefig(picture, format="svg", metadata={"Date": None})
+        plt.close()
+    file = srcdir / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists() or file.read_text(encoding="utf-8") != picture.getvalue():
+        file.write_text(picture.getvalue(), encoding="utf-8")
+    return path
+
+
+# --- reports in the gallery's pages -----------------------------------------------------------------------------------
+
+
+def shown_in(html: str) -> dict | None:
+    """The record of the report in a piece of HTML, which carries it as data."""
+    match = _JSON.search(html)
+    return json.loads(urllib.parse.unquote(match[1])) if match else None
+
+
+def _published(html: str, docname: str, live_to: Path | None = None) -> str:
+    """The HTML of a report with links to the site's files; those of a report measured in this build are written now."""
+    from triton_gallery._report import Report, slug
+
+    record = shown_in(html)
+    if record is None:
+        return html
+    place = f"{slug(record['gpu'])}/{record['benchmark']}"
+    committed = RECORDS / f"{place}.json"
+    if live_to and not (committed.exists() and json.loads(committed.read_text(encoding="utf-8")) == record):
+        place += "-live"
+        publish(live_to, place, Report(record))
+    url = "../" * docname.count("/") + f"_static/records/{place}"
+    kinds = iter(("csv", "json"))
+    return _DATA.sub(lambda match: re.sub('href="[^"]*"', f'href="{url}.{next(kinds)}"', match[0]), html)
+
+
+def publish(outdir: Path, place: str, found) -> None:
+    """Write a record as JSON and CSV to where the site's links lead."""
+    folder = outdir / "_static" / "records"
+    (folder / place).parent.mkdir(parents=True, exist_ok=True)
+    (folder / f"{place}.json").write_text(found.to_json(), encoding="utf-8")
+    (folder / f"{place}.csv").write_text(found.to_csv(), encoding="utf-8")
+
+
+def _doctree_read(app, doctree) -> None:
+    docname = app.env.current_document.docname
+    for node in list(doctree.findall(nodes.raw)):
+        record = shown_in(node.astext()) if node.get("format") == "html" else None
+        if record is None:
+            continue
+        text = _published(node.astext(), docname, Path(app.outdir))
+        shown = nodes.raw("", text, format="html")
+        others = [report(record["benchmark"], gpu) for gpu in gpus(record["benchmark"])]
+        others = [other for other in others if other.record["gpu"] != record["gpu"]]
+        if "<table" not in text or not others:
+            node.replace_self(shown)
+            continue
+        tabs = {record["gpu"]: [shown]}
+        for other in others:
+            image = nodes.image("", uri=f"/{draw(Path(app.srcdir), other)}", alt=alt(other))
+            table = _published(f'<div class="output_html">{other._repr_html_()}</div>', docname)
+            tabs[other.record["gpu"]] = [image, nodes.raw("", table, format="html")]
+        node.replace_self(_tab_nodes(tabs))
+
+
+def _tab_nodes(tabs: dict[str, list[nodes.Node]]) -> nodes.Node:
+    from sphinx_design.shared import create_component
+
+    items = []
+    for title, content in tabs.items():
+        head = nodes.rubric(title, title, classes=["sd-tab-label"])
+        body = create_component("tab-content", classes=["sd-tab-content"], children=content)
+        item = create_component("tab-item", classes=["sd-tab-item"], children=[head, body], selected=False)
+        items.append(item)
+    return create_component("tab-set", classes=["sd-tab-set"], children=items)
+
+
+def _build_finished(app, exception) -> None:
+    from triton_gallery._report import Report
+
+    if exception or app.builder.format != "html":
+        return
+    for path in sorted(RECORDS.glob("*/*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        publish(Path(app.outdir), f"{path.parent.name}/{path.stem}", Report(record))
+
+
+def _state(app, config) -> None:
+    # Pages are read again when a record appears or goes, and when the history grows.
+    config.records_state = " ".join([*sorted(f"{p.parent.name}/{p.name}" for p in RECORDS.glob("*/*")), last_commit()])
+
+
+def setup(app) -> dict:
+    app.setup_extension("measured")
+    app.add_config_value("records_state", "", "env")
+    app.add_directive("records", Records)
+    app.connect("config-inited", _state)
+    # Before Sphinx collects the images of a page.
+    app.connect("doctree-read", _doctree_read, priority=400)
+    app.connect("build-finished", _build_finished)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

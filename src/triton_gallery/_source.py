@@ -1,0 +1,131 @@
+"""What a benchmark's figures depend on, as digests of source text, by which a record knows that it is out of date.
+
+A digest covers code alone: comments, docstrings and layout may change freely. Argument checks, gradients and the host
+code that all operations share lie above what is digested here.
+"""
+
+import ast
+import functools
+import hashlib
+import json
+from pathlib import Path
+
+
+@functools.cache
+def kernel_digests(benchmark: str, package: Path = Path(__file__).parent) -> dict[str, str]:
+    """Of the operation that a benchmark measures: "kernels", with all constants, and "launch", what is around them.
+
+    "layer-norm-fwd-fp16" measures ``layer_norm.py``, and what begins with ``layer_norm`` in folders like ``hopper/``.
+    """
+    stems = {path: path.stem.replace("_", "-") for path in sorted(package.glob("**/*.py"))}
+    operations = [stem for path, stem in stems.items() if path.parent == package and _begins(benchmark, stem)]
+    operation = max(operations, key=len, default=None)
+    kernels, launch = [], []
+    for path in (path for path, stem in stems.items() if operation and _begins(stem, operation)):
+        definitions = _definitions(ast.parse(path.read_text(encoding="utf-8")))
+        named = {name for name, nodes in definitions.items() if any(map(_is_kernel, nodes))}
+        constants = {name for name, nodes in definitions.items() if all(map(_is_constant, nodes))}
+        launchers = {name for name, nodes in definitions.items() if any(_launches(node, named) for node in nodes)}
+        around = _closure(definitions, launchers) - named - constants
+        place = path.relative_to(package).as_posix()
+        kernels.append([place, _text(definitions, _closure(definitions, named) | constants)])
+        launch.append([place, _text(definitions, around)])
+    return {"kernels": _hash(kernels), "launch": _hash(launch)}
+
+
+def function_digest(source: str, name: str) -> str | None:
+    """The digest of a function, which may be defined inside another, and of all it names; None where there is none."""
+    definitions = _definitions(ast.parse(source))
+    holds = {key for key, nodes in definitions.items() if any(_defines(node, name) for node in nodes)}
+    return _hash(_text(definitions, _closure(definitions, holds))) if holds else None
+
+
+def _begins(name: str, stem: str) -> bool:
+    return f"{name}-".startswith(f"{stem}-")
+
+
+def _definitions(module: ast.Module) -> dict[str, list[ast.stmt]]:
+    """What the top level of a module defines, by name; a name may be defined more than once."""
+    found = {}
+    for node in module.body:
+        for target in getattr(node, "targets", [getattr(node, "target", node)]):
+            for part in getattr(target, "elts", [target]):
+                name = getattr(part, "name", getattr(part, "id", None))
+                if name:
+                    found.setdefault(name, []).append(node)
+    return found
+
+
+def _is_kernel(node: ast.AST) -> bool:
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return any(isinstance(part, ast.Attribute) and part.attr == "jit" for d in decorators for part in ast.walk(d))
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign | ast.AnnAssign)
+
+
+def _launches(node: ast.stmt, kernels: set[str]) -> bool:
+    return isinstance(node, ast.FunctionDef) and not _is_kernel(node) and bool(kernels & _names_in(node))
+
+
+def _defines(node: ast.stmt, name: str) -> bool:
+    return any(isinstance(part, ast.FunctionDef) and part.name == name for part in ast.walk(node))
+
+
+def _closure(definitions: dict[str, list[ast.stmt]], roots: set[str]) -> set[str]:
+    """The roots and all that they name, directly or through others."""
+    found, todo = set(), list(roots)
+    while todo:
+        name = todo.pop()
+        if name in definitions and name not in found:
+            found.add(name)
+            todo += set().union(*map(_names_in, definitions[name]))
+    return found
+
+
+def _names_in(node: object) -> set[str]:
+    """The names that a piece of code takes from around it; a function's own variables are none of them."""
+    if isinstance(node, ast.Name):
+        return {node.id}
+    names = set().union(*(_names_in(part) for _, part in _parts(node))) if isinstance(node, ast.AST) else set()
+    return names - _own(node) if isinstance(node, ast.FunctionDef | ast.Lambda) else names
+
+
+def _own(function: ast.FunctionDef | ast.Lambda) -> set[str]:
+    parts = [part for _, part in _parts(function)]
+    walked = [part for root in parts if isinstance(root, ast.AST) for part in ast.walk(root)]
+    arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+    return arguments | {part.id for part in walked if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+
+
+def _parts(node: ast.AST) -> list[tuple[str, object]]:
+    """The fields of a node that count, one item of a list at a time."""
+    parts = []
+    for field, value in ast.iter_fields(node):
+        values = value if isinstance(value, list) else [value]
+        if field == "decorator_list" and not _is_kernel(node):
+            continue  # how a function is registered, or a benchmark titled
+        if field == "body" and isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            values = values[1:]
+        parts += [(field, part) for part in values if part is not None]
+    return parts
+
+
+def _plain(node: object) -> object:
+    """A node as lists, alike in all versions of Python: what is empty is left out."""
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    if isinstance(node, ast.JoinedStr):
+        # Python 3.12.1 adds an empty text behind a field in a format.
+        parts = [part for part in node.values if getattr(part, "value", None) != ""]
+        return ["JoinedStr", *map(_plain, parts)]
+    return [type(node).__name__, *([field, _plain(part)] for field, part in _parts(node))]
+
+
+def _text(definitions: dict[str, list[ast.stmt]], names: set[str]) -> list:
+    return [[name, *map(_plain, definitions[name])] for name in sorted(names)]
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

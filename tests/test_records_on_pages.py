@@ -1,0 +1,284 @@
+"""What pages say about records: where numbers are from, that they are out of date, a tab for each GPU, the history."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gallery
+import pytest
+
+from triton_gallery import _report, benchmark
+
+# A machine that only measures has no Sphinx.
+SphinxTestApp = pytest.importorskip("sphinx.testing.util").SphinxTestApp
+pytest.importorskip("sphinx_design")
+measured = pytest.importorskip("measured")
+records = pytest.importorskip("records")
+
+SHIPPED = measured.RECORDS / "nvidia-h200"
+NAME, X = "softmax-fp16", 8192
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder of records in place of the package's, with one that is up to date whatever was committed."""
+    folder = tmp_path / "records"
+    for module in (measured, records):
+        monkeypatch.setattr(module, "RECORDS", folder)
+    monkeypatch.setattr(benchmark, "_records", lambda: folder)
+    commit(folder, made_up("NVIDIA H200"))
+    return folder
+
+
+def made_up(gpu: str, factor: float = 1.0, **changes) -> dict:
+    """The committed record of softmax with other figures, as if another GPU had measured the present text."""
+    record = json.loads((SHIPPED / f"{NAME}.json").read_text(encoding="utf-8")) | {"gpu": gpu, "title": "Softmax"}
+    record["rows"] = [row | {key: factor * row[key] for key in _report.FIGURES} for row in record["rows"]]
+    (page,) = gallery.EXAMPLES.glob("*-fused-softmax.py")
+    digest = gallery._benchmark(page.read_text(encoding="utf-8"), "bench_softmax", gallery.SRC)
+    record["text"] = {**benchmark.kernel_digests(NAME), "benchmark": digest}
+    return record | changes
+
+
+def commit(folder: Path, record: dict) -> None:
+    path = folder / _report.slug(record["gpu"]) / f"{record['benchmark']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_report.Report(record).to_json(), encoding="utf-8")
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Build a site of one page and return what a browser gets, and the warnings."""
+
+    def build(text: str, *extensions: str) -> tuple[str, str]:
+        site = tmp_path / "site"
+        site.mkdir(exist_ok=True)
+        (site / "conf.py").write_text(f"extensions = {['sphinx_design', *extensions]}\n")
+        (site / "index.rst").write_text("Page\n====\n\n" + text)
+        app = SphinxTestApp("html", srcdir=site, freshenv=True)
+        try:
+            app.build()
+            page = (Path(app.outdir) / "index.html").read_text(encoding="utf-8")
+            return html.unescape(re.sub(r"<[^>]+>", "", page)), app.warning.getvalue(), page, Path(app.outdir)
+        finally:
+            app.cleanup()
+
+    return build
+
+
+def quoted(gpu: str, series: str = "triton_gallery", base: str | None = None, at: str = str(X)) -> str:
+    return gallery.report(NAME, gpu).quote(series, base, at)
+
+
+# --- numbers and tables -----------------------------------------------------------------------------------------------
+
+TABLE = f".. measured-table::\n\n   {NAME} at {X}\n\n.. records::\n"
+
+
+def test_table_shows_ours_beside_the_best_peer_and_where_it_is_from(folder, build):
+    text, warnings, page, _ = build(TABLE, "records")
+    assert not warnings
+    assert quoted("nvidia-h200") in text and f"{quoted('nvidia-h200', 'peers')} (torch.compile)" in text
+    assert quoted("nvidia-h200", "triton_gallery", "peers", "worst") in text
+    assert "Measured on NVIDIA H200, driver" in text
+    assert 'href="#record-nvidia-h200-softmax-fp16"' in page and 'id="record-nvidia-h200-softmax-fp16"' in page
+
+
+def test_table_names_what_it_does_not_know(folder, build):
+    assert measured.NONE_YET not in build(TABLE, "records")[0]
+    text = ".. measured-table::\n\n   softmax-fp16 at 8192\n   nope at 3\n"
+    assert "index.rst:7: ERROR: measured-table: nope at 3" in build(text, "measured")[1]
+    assert "measured-table: softmax-fp16 at 5" in build(".. measured-table::\n\n   softmax-fp16 at 5\n", "measured")[1]
+    shutil.rmtree(folder)
+    assert measured.NONE_YET in build(".. measured-table::\n\n   nope at 3\n", "measured")[0]
+
+
+def test_a_page_with_recorded_numbers_ends_with_where_they_are_from(folder, build):
+    text, warnings, _, _ = build(f"It is :measured:`{NAME}: triton_gallery at {X}`.\n\n.. records::\n", "records")
+    assert not warnings and f"It is {quoted('nvidia-h200')}." in text
+    assert f"Numbers from the records of {NAME}: measured on NVIDIA H200, driver" in text
+    assert "The code on this page ran on" not in text
+
+
+def test_a_page_with_code_ends_with_where_it_ran(folder, build):
+    text, _, _, _ = build(".. run::\n\n   x = 1\n", "run", "measured")
+    assert re.search(r"The code on this page ran on .*, torch .*, triton .*, commit .*, \d{4}-\d\d-\d\d\.", text)
+
+
+@pytest.mark.parametrize("part", ["kernels", "benchmark"])
+def test_no_page_shows_a_number_whose_text_changed(folder, build, part):
+    ours, role = quoted("nvidia-h200"), f"It is :measured:`{NAME}: triton_gallery at {X}` fast.\n\n"
+    texts = [made_up("NVIDIA H200")["text"] | changed for changed in ({}, {part: "0" * 16})]
+    pages = []
+    for text in texts:
+        commit(folder, made_up("NVIDIA H200", text=text))
+        shown, warnings, page, outdir = build(role + TABLE, "records")
+        assert not warnings
+        figures = [path.read_text(encoding="utf-8") for path in outdir.glob("_images/*.svg")]
+        assert len(figures) == 1
+        pages.append((shown, page, figures[0]))
+    (before, _, drawn), (after, _, redrawn) = pages
+    assert ours in before and "not yet measured" not in before
+    assert "It is not yet measured fast." in after and ours not in after
+    assert f"not yet measured since the {part} changed" in after
+    assert "torch.compile" in drawn and "torch.compile" not in redrawn
+    assert gallery.measured(f"{NAME}: triton_gallery / torch at worst") == "not yet measured"
+
+
+def test_numbers_stay_with_a_note_when_only_the_launch_changed(folder, build):
+    commit(folder, made_up("NVIDIA H200", text=made_up("NVIDIA H200")["text"] | {"launch": "0" * 16}))
+    text, _, _, _ = build(TABLE, "records")
+    assert quoted("nvidia-h200") in text and "hat launches the kernels changed since then" in text
+
+
+# --- a second GPU -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_more_is_a_tab_more(folder, build):
+    one = build(TABLE, "records")[2]
+    assert one.count('class="sd-tab-set') == 1  # the page of all records has tabs always
+    commit(folder, made_up("NVIDIA B200", factor=2.0))
+    text, warnings, two, outdir = build(TABLE, "records")
+    assert not warnings
+    assert two.count('class="sd-tab-set') == 2 and two.count("\nNVIDIA B200</label>") == 2
+    assert (
+        quoted("nvidia-b200") in text
+        and quoted("nvidia-h200") in text
+        and quoted("nvidia-b200") != quoted("nvidia-h200")
+    )
+    assert (outdir / "_static" / "records" / "nvidia-b200" / f"{NAME}.csv").is_file()
+    # Without scripts it is a radio button that chooses.
+    assert len(re.findall(r'<input[^>]*type="radio"', two)) == 4
+
+
+def report_in_page(record: dict) -> str:
+    html = "\n".join(f"   {line}" for line in _report.Report(record)._repr_html_().split("\n"))
+    return f".. raw:: html\n\n   <div class='output_html'>\n{html}\n   </div>\n\n.. records::\n"
+
+
+def test_a_report_in_a_page_gets_a_tab_for_each_other_gpu(folder, build):
+    page = report_in_page(made_up("NVIDIA H200"))
+    assert build(page, "records")[2].count('class="sd-tab-set') == 1
+    commit(folder, made_up("NVIDIA B200", factor=2.0))
+    _, warnings, shown, outdir = build(page, "records")
+    assert not warnings and shown.count('class="sd-tab-set') == 2
+    first = shown[shown.index('class="sd-tab-set') :]
+    assert first.index("NVIDIA H200</label>") < first.index("NVIDIA B200</label>")
+    assert 'alt="Softmax, on NVIDIA B200: the throughput of triton_gallery' in first
+    assert len(list(outdir.glob("_images/*.svg"))) == 2
+
+
+def test_a_gpu_that_could_not_measure_a_point_says_so(folder, build):
+    smaller = made_up("NVIDIA T4")
+    smaller["rows"] = [row for row in smaller["rows"] if row["x"] < X or (row["x"], row["provider"]) == (X, "torch")]
+    alone = made_up("NVIDIA L4", limit=None)
+    alone["rows"] = [row for row in alone["rows"] if row["provider"] == "triton_gallery"]
+    for record in (smaller, alone):
+        commit(folder, record)
+    text, warnings, _, _ = build(TABLE, "records")
+    assert not warnings and text.count("left out") == 1
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def linked(page: str) -> list[str]:
+    return re.findall(r'<a download="[^"]*" href="([^"]*)">', page)
+
+
+def test_tables_link_to_files_that_hold_their_numbers(folder, build):
+    text, _, page, outdir = build(report_in_page(made_up("NVIDIA H200")), "records")
+    assert "data:" not in page and "make record PAGE=02-fused-softmax" in text
+    files = [outdir / link for link in linked(page)]
+    assert {file.suffix for file in files} == {".csv", ".json"} and len(files) == 4
+    record = json.loads((folder / "nvidia-h200" / f"{NAME}.json").read_text(encoding="utf-8"))
+    for file in files:
+        expected = _report.Report(record)
+        held = expected.to_csv() if file.suffix == ".csv" else expected.to_json()
+        assert file.read_text(encoding="utf-8") == held
+
+
+def test_what_was_measured_in_this_build_is_published_beside_the_record(folder, build):
+    live = made_up("NVIDIA H200", factor=3.0)
+    _, _, page, outdir = build(report_in_page(live), "records")
+    path = outdir / "_static" / "records" / "nvidia-h200" / f"{NAME}-live.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == live
+    assert linked(page)[1].endswith("-live.json") and linked(page)[3].endswith(f"/{NAME}.json")
+
+
+# --- history ----------------------------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(folder):
+    git(folder, "init", "--quiet")
+    for factor, number in ((1.0, "aaaaaaa"), (1.0, "aaaaaaa"), (2.0, "bbbbbbb")):
+        commit(folder, made_up("NVIDIA H200", factor=factor, commit=number))
+        (folder / "other").write_text(f"{number}{len(list(folder.iterdir()))}")
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "--allow-empty", "--message", number)
+    return folder
+
+
+def test_history_has_a_column_for_each_commit_that_changed_the_numbers(repository, build):
+    text, warnings, _, _ = build(".. records::\n", "records")
+    assert not warnings and records.NO_HISTORY not in text
+    kept = records.history("nvidia-h200", NAME, "")
+    assert [record["commit"] for record in kept] == ["aaaaaaa", "bbbbbbb"]
+    assert "2026-11-21, aaaaaaa" in text and "2026-11-21, bbbbbbb" in text
+    old, new = (_report.Report(record).quote("triton_gallery", None, str(X)) for record in kept)
+    assert old != new and f"{old} (" in text and f"{new} (" in text
+    # What is measured and not yet committed is the last column.
+    commit(repository, made_up("NVIDIA H200", factor=4.0, commit="ccccccc"))
+    records.history.cache_clear()
+    assert [record["commit"] for record in records.history("nvidia-h200", NAME, "")][-1] == "ccccccc"
+
+
+@pytest.mark.parametrize("how", ["shallow", "none"])
+def test_history_says_when_there_is_none(repository, build, tmp_path, monkeypatch, how):
+    if how == "shallow":
+        clone = tmp_path / "clone"
+        subprocess.run(["git", "clone", "--quiet", "--depth=1", f"file://{repository}", str(clone)], check=True)
+        for module in (measured, records):
+            monkeypatch.setattr(module, "RECORDS", clone)
+        monkeypatch.setattr(benchmark, "_records", lambda: clone)
+    else:
+        shutil.rmtree(repository / ".git")
+    records.history.cache_clear()
+    text, warnings, _, _ = build(".. records::\n", "records")
+    assert not warnings and records.NO_HISTORY in text
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    records.history.cache_clear()
+    yield
+    records.history.cache_clear()
+
+
+# --- the committed records --------------------------------------------------------------------------------------------
+
+
+def test_every_committed_record_is_of_a_page_and_in_the_table_of_the_home_page():
+    home = (gallery.ROOT / "docs" / "index.rst").read_text(encoding="utf-8")
+    rows = re.findall(r"^   ([\w-]+) at \d+$", home, re.MULTILINE)
+    assert sorted(rows) == sorted({path.stem for path in measured.RECORDS.glob("*/*.json")})
+    for path in measured.RECORDS.glob("*/*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        assert records._page_of(record), f"{path.name}: no page has {record['inputs'].partition('(')[0]}"
+
+
+def test_the_same_record_draws_the_same_file(folder, tmp_path):
+    found = gallery.report(NAME, "nvidia-h200")
+    paths = [tmp_path / "a", tmp_path / "b"]
+    texts = [(path / records.draw(path, found)).read_text(encoding="utf-8") for path in paths]
+    assert texts[0] == texts[1] and str(sys.version_info.major) in texts[0]

@@ -1,0 +1,149 @@
+"""The digests by which a record knows the text that it measured."""
+
+import pytest
+
+from triton_gallery import _source
+
+MODULE = '''"""About."""
+
+import torch
+import triton
+import triton.language as tl
+
+LIMIT = 3
+_TILES = {"a": (1, 2)}
+
+
+@triton.jit
+def _helper(x):
+    return x + 1
+
+
+@triton.jit(do_not_specialize=["n"])
+def _kernel(x_ptr, n, BLOCK: tl.constexpr):
+    """Adds one."""
+    # why
+    tl.store(x_ptr, _helper(tl.load(x_ptr)))
+
+
+def _config(n):
+    return _TILES["a"]
+
+
+@registered(fake=_unrelated)
+def _launch(x):
+    _kernel[(1,)](x, x.numel(), *_config(x))
+
+
+def _unrelated(x):
+    return x
+
+
+def softmax(x):
+    if x.ndim == 0:
+        raise ValueError("softmax: x must have a dimension")
+    return _launch(x)
+'''
+
+
+def digests(folder, module=MODULE, special="x = 1\n", benchmark="softmax-fp16"):
+    (folder / "hopper").mkdir(exist_ok=True)
+    (folder / "softmax.py").write_text(module)
+    (folder / "hopper" / "softmax.py").write_text(special)
+    (folder / "matmul.py").write_text(special)
+    _source.kernel_digests.cache_clear()
+    return _source.kernel_digests(benchmark, folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("    # why\n", "    # because\n\n", set()),
+        ('"""Adds one."""', '"""Adds 1."""', set()),
+        ('    """Adds one."""\n', "", set()),
+        ("x.ndim == 0", "x.ndim == 1", set()),
+        ("def _unrelated(x):\n    return x", "def _unrelated(x):\n    return -x", set()),
+        ("registered(fake=_unrelated)", "registered()", set()),
+        ("import torch\n", "import torch\nimport math\n", set()),
+        ("x + 1", "x + 1.0", {"kernels"}),
+        ("x + 1", "1 + x", {"kernels"}),
+        ("def _helper(x):", "def _helper(x, y=1):", {"kernels"}),
+        ('do_not_specialize=["n"]', "", {"kernels"}),
+        ("LIMIT = 3", "LIMIT = 4", {"kernels"}),
+        ("(1, 2)}", "(1, 4)}", {"kernels"}),
+        ('_TILES["a"]', '_TILES["b"]', {"launch"}),
+        ("[(1,)]", "[(2,)]", {"launch"}),
+    ],
+)
+def test_what_counts_as_a_change(tmp_path, old, new, changed):
+    assert old in MODULE
+    before, after = digests(tmp_path), digests(tmp_path, MODULE.replace(old, new, 1))
+    assert {part for part in before if before[part] != after[part]} == changed
+
+
+def test_kernels_for_one_gpu_count_and_those_of_another_operation_do_not(tmp_path):
+    before = digests(tmp_path)
+    assert digests(tmp_path, special="x = 2\n")["kernels"] != before["kernels"]
+    (tmp_path / "hopper" / "softmax_backward.py").write_text("x = 1\n")
+    assert digests(tmp_path)["kernels"] != before["kernels"]
+    (tmp_path / "hopper" / "softmax_backward.py").unlink()
+    assert digests(tmp_path, benchmark="softmax") == before
+    assert digests(tmp_path, benchmark="matmul-fp16") != before
+    assert digests(tmp_path, benchmark="softmaxes") == digests(tmp_path, benchmark="nothing")
+
+
+@pytest.mark.parametrize(
+    "benchmark",
+    ["vector-add-fp32", "softmax-fp16", "matmul-fp8", "dropout-fp16", "layer-norm-bwd-fp16", "attention-fwd"],
+)
+def test_every_operation_has_its_own_digest(benchmark):
+    found = _source.kernel_digests(benchmark)
+    nothing, other = _source.kernel_digests("nothing"), _source.kernel_digests("softmax-fp16")
+    assert all(found[part] != nothing[part] for part in found)
+    assert (found == other) == (benchmark == "softmax-fp16")
+
+
+PAGE = """
+SIZES = [1]
+OTHER = [2]
+
+def inputs(n):
+    return n
+
+def sweep(dtype):
+    @report(title="x")
+    def bench(n):
+        return inputs(n), SIZES
+    return bench.run()
+
+def plot():
+    return OTHER
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("[2]", "[3]", True),
+        ('title="x"', 'title="y"', True),
+        ("return OTHER", "return 1", True),
+        ("[1]", "[3]", False),
+        ("return n\n", "return -n\n", False),
+        ("inputs(n), SIZES", "SIZES, inputs(n)", False),
+    ],
+)
+def test_a_benchmark_is_its_function_and_what_it_names(old, new, same):
+    before, after = (_source.function_digest(text, "bench") for text in (PAGE, PAGE.replace(old, new, 1)))
+    assert (before == after) == same and before is not None
+
+
+def test_a_benchmark_that_is_not_there_has_no_digest():
+    assert _source.function_digest(PAGE, "nothing") is None
+
+
+def test_digests_are_alike_in_all_versions_of_python():
+    # What one version of Python recorded, another one reads.
+    text = (
+        'def f(x: int, *, y=1.0):\n    """Doc."""\n    return [f"{x!r:>{y}} and {{}}" for _ in (1, True, None, "a")]\n'
+    )
+    assert _source.function_digest(text, "f") == "ea69e25d4d2e9646"
