@@ -106,6 +106,7 @@ def test_every_operation_has_its_own_digest(benchmark):
 PAGE = """
 SIZES = [1]
 OTHER = [2]
+n = [4]
 
 def inputs(n):
     return n
@@ -125,6 +126,7 @@ def plot():
     ("old", "new", "same"),
     [
         ("[2]", "[3]", True),
+        ("[4]", "[5]", True),  # the functions' n is their own
         ('title="x"', 'title="y"', True),
         ("return OTHER", "return 1", True),
         ("[1]", "[3]", False),
