@@ -8,6 +8,7 @@ replaced. Without a name it is the checkout's tag, or its branch, or the package
     0.1.0/ 0.2.0/ main/               the versions
     stable/                           a copy of the newest tag, at an address that stays
     index.html                        leads to the newest tag, or else to main
+    404.html                          the newest tag's
     versions.html versions.js(on)     the list: for readers without scripts, for the pages' scripts, for programs
 
 A page knows the versions that were there when it was published, and keeps the reader on the same page of another one.
@@ -27,6 +28,8 @@ _TAG = re.compile(r"v?(\d+(?:\.\d+)+)((?:a|b|rc)\d+)?")
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
 _CANONICAL = re.compile(r'(<link rel="canonical" href="[^"]*/)stable(/[^"]*")')
 _STABLE = "stable"
+# Servers show this page of the root at any address, so its links are complete ones, into stable/, and stay as they are.
+_NOT_FOUND = "404.html"
 
 
 def publish(site: Path, dest: Path, name: str) -> None:
@@ -59,6 +62,8 @@ def publish(site: Path, dest: Path, name: str) -> None:
     if newest["kind"] == "tag" and newest["name"] == name:
         shutil.rmtree(dest / _STABLE, ignore_errors=True)
         shutil.copytree(dest / name, dest / _STABLE)
+        if (dest / name / _NOT_FOUND).exists():
+            shutil.copy(dest / name / _NOT_FOUND, dest)
     _write_root(dest, versions)
 
 
@@ -93,7 +98,7 @@ def _order(version: dict) -> tuple:
 
 
 def _is_page(path: Path) -> bool:
-    return "<!-- version-banner -->" in path.read_text(encoding="utf-8")
+    return path.name != _NOT_FOUND and "<!-- version-banner -->" in path.read_text(encoding="utf-8")
 
 
 # --- what stands in a page --------------------------------------------------------------------------------------------

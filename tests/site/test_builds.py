@@ -154,7 +154,9 @@ def broken_links(folder: Path) -> list[str]:
             parts = urlsplit(target)
             if parts.scheme or parts.netloc:
                 continue
-            path = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            # Only the page for addresses that do not exist has links that begin at the root.
+            base = folder if parts.path.startswith("/") else page.parent
+            path = (base / unquote(parts.path).lstrip("/")).resolve() if parts.path else page
             anchors = pages[path].ids | {"", "top"} if path in pages else None
             if not path.is_file() or (anchors is not None and unquote(parts.fragment) not in anchors):
                 broken.append(f"{page.relative_to(folder)}: {target}")
@@ -165,7 +167,7 @@ def test_broken_links_are_found(tmp_path):
     (tmp_path / "b.html").write_text('<p id="here">')
     (tmp_path / "a.html").write_text(
         '<a href="b.html#here"></a><a href="b.html#there"></a><a href="c.html"></a><img src="d.png"><a href="#top"></a>'
-        '<a href="https://example.org/x"></a><a href="#nowhere"></a>'
+        '<a href="https://example.org/x"></a><a href="#nowhere"></a><a href="/b.html"></a><a href="/e.html"></a>'
     )
     assert broken_links(tmp_path.resolve()) == [
         "a.html: #nowhere",

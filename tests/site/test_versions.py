@@ -118,6 +118,19 @@ def test_an_old_release_that_comes_late_does_not_become_the_newest(sites, tmp_pa
     assert json.loads((tmp_path / "versions.json").read_text())["newest"] == "v0.2.0"
 
 
+def test_the_page_for_what_is_not_found_lies_at_the_root_as_it_was_built(sites, tmp_path):
+    for name, site in sites.items():
+        with_page = shutil.copytree(site, tmp_path / "sites" / name)
+        text = (site / "index.html").read_text().replace("index", name)
+        (with_page / "404.html").write_text(text)
+        publish.publish(with_page, tmp_path / "published", name)
+        newest = "v0.1.0" if name == "main" else name
+        expected = (tmp_path / "sites" / newest / "404.html").read_text()
+        assert (tmp_path / "published" / "404.html").read_text() == expected
+    listed = json.loads((tmp_path / "published" / "versions.json").read_text())["versions"]
+    assert not any("404.html" in version["pages"] for version in listed)
+
+
 def test_order_of_versions():
     names = ["feature", "main", "0.9.0", "v0.10.0", "1.0rc2", "1.0rc10", "1.0b1"]
     ordered = sorted(({"name": name} for name in names), key=publish._order)
