@@ -105,11 +105,11 @@ def test_packed_again_a_zip_depends_on_its_files_alone(tmp_path):
         assert file.namelist() == ["x", "y"] and file.read("y") == b"the content of y"
 
 
-# How long a page ran, and when: a page that did not change is not executed again.
-MEASURED_TIME = re.compile(rb"\(\d+ minutes [\d.]+ seconds\)|^(commit|date) +[\w-]+$", re.MULTILINE)
+MEASURED_TIME = re.compile(rb"\(\d+ minutes [\d.]+ seconds\)|^date +[\d-]+$", re.MULTILINE)
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.skipif(not os.environ.get("CI"), reason="CI=1 asks for it, after `make clean html`")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="on a GPU a build measures")
 def test_two_builds_differ_in_measured_times_alone(site, checkout):
     done = sphinx(checkout)
@@ -171,6 +171,7 @@ def test_broken_links_are_found(tmp_path):
     )
     assert broken_links(tmp_path.resolve()) == [
         "a.html: #nowhere",
+        "a.html: /e.html",
         "a.html: b.html#there",
         "a.html: c.html",
         "a.html: d.png",
