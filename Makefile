@@ -3,6 +3,7 @@
 #   VENV=        use the Python that is active, and install nothing (VENV=PATH: the environment at PATH, as it is)
 #   PYTHON=...   the Python that .venv is made with, or the active one; at least 3.11
 #   PAGE=...     one page of the gallery, such as 02-fused-softmax
+#   GALLERY_URL= where the site is published, for the canonical links that search engines read
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -16,9 +17,11 @@ export MPLBACKEND := agg
 export GALLERY_COMMAND := make $(MAKECMDGOALS)$(if $(PAGE), PAGE=$(PAGE))
 
 SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
+# A draft does not execute every page, and says so on each.
+DRAFT = $(SPHINX) -A draft=1
 PAGES = $(or $(PAGE),[0-9]*)
 
-.PHONY: help html html-fast page serve test fuzz test-triton evidence lint bench record linkcheck clean check-site check-tests check-gpu page-is-missing
+.PHONY: help html html-fast page serve publish test fuzz test-triton evidence lint bench record linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
 .DEFAULT_GOAL := help
 
 help:  ## List these commands
@@ -28,12 +31,17 @@ html: $(or $(INSTALLED),check-site)  ## Execute the pages that changed and build
 	$(SPHINX) docs build/html
 
 html-fast: $(or $(INSTALLED),check-site)  ## Build the site without executing pages; with PAGE=..., execute that one
-	$(SPHINX) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) docs build/html
+	$(DRAFT) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) docs build/html
 
 page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
 
-serve: html  ## Build the site and serve it at http://localhost:8000
-	$(PY) -m http.server --bind localhost --directory build/html 8000
+serve: $(or $(INSTALLED),check-serve)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
+	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE)) \
+	  --watch examples --watch src --ignore "*/_generated/*" --ignore "*/tutorials/*" --ignore "*/python-api/generated/*" \
+	  --ignore "*/__pycache__/*" --port 8000 docs build/html
+
+publish: html  ## Add the site to the versions in DEST=build/site as VERSION=..., or as the tag or branch that is checked out
+	$(PY) docs/_ext/publish.py build/html $(or $(DEST),build/site) $(VERSION)
 
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
 	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
@@ -58,6 +66,7 @@ lint: $(INSTALLED)  ## Check style, and the generated pages for names that nothi
 	$(PY) -m ruff format --check .
 	$(PY) docs/_ext/gallery.py --all build/lint --keep-references
 	$(PY) -m ruff check --select F821,F823 build/lint
+	$(if $(VENV),$(VENV)/bin/)zizmor --offline --quiet .github
 	$(PY) -m sphinxlint --max-line-length 120 -i docs/_generated -i docs/getting-started/tutorials -i docs/python-api/generated \
 	  docs examples README.md
 
@@ -74,7 +83,7 @@ docs/_static/attention.svg: src/triton_gallery/records/nvidia-h200/attention-fwd
 	  plt.savefig('$@', metadata={'Date': None, 'Description': report.provenance()})"
 
 linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
-	$(SPHINX) -b linkcheck -D plot_gallery=0 docs build/linkcheck
+	$(DRAFT) -b linkcheck -D plot_gallery=0 docs build/linkcheck
 
 clean:  ## Remove everything that was built; .venv stays
 	rm -rf build docs/_generated docs/getting-started/tutorials docs/python-api/generated
@@ -86,17 +95,26 @@ define measure
 	for page in build/pages/$(PAGES).py; do TRITON_GALLERY_RECORDS=$(1) $(PY) $$page || exit 1; done
 endef
 
-check-site check-tests check-gpu: $(INSTALLED)
+check-site check-serve check-tests check-gpu: $(INSTALLED)
 	@$(PY) docs/_ext/preflight.py $(@:check-%=%)
 
 page-is-missing:
 	@echo "make page: name the page, such as PAGE=02-fused-softmax" >&2; exit 1
 
+# A constraint with a hash makes pip refuse every file without one, and a checkout has none. So there are steps: a pip that
+# knows such constraints, what builds the package, the package, torch without CUDA where pip is told where to find it (as
+# in CI; among files with a hash pip itself would take the larger), and what the package's extras ask for.
+.venv/installed: PIP = .venv/bin/python -m pip install
+.venv/installed: TORCH_CPU = $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' constraints.txt)
 .venv/installed: constraints.txt pyproject.toml
 	@$(PYTHON) docs/_ext/preflight.py python
 	@$(PYTHON) -m venv .venv
 	@echo "Installing into .venv, which takes some minutes; .venv/pip.log tells more."
-	@.venv/bin/python -m pip install --constraint constraints.txt --editable ".[test,lint]" >.venv/pip.log 2>&1 || \
+	@{ sed -n '/^pip==/,/[^\\]$$/p' constraints.txt >.venv/pip.txt && $(PIP) --requirement .venv/pip.txt && \
+	  $(PIP) --constraint constraints.txt hatchling editables && \
+	  $(PIP) --no-deps --no-build-isolation --editable . && \
+	  { $(PIP) --constraint constraints.txt $(TORCH_CPU) || true; } && \
+	  $(PIP) --constraint constraints.txt "triton-gallery[test,lint]"; } >.venv/pip.log 2>&1 || \
 	  { grep ERROR .venv/pip.log | tail -n 1; \
 	    echo "triton-gallery: pip failed, see .venv/pip.log. No network? VENV= uses the active Python." >&2; exit 1; }
 	@touch $@

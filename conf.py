@@ -34,6 +34,7 @@ extensions = [
     "sphinx_reredirects",
     "sphinxcontrib.bibtex",
 ]
+templates_path = ["docs/_templates"]
 exclude_patterns = ["_generated", "_inventories"]
 default_role = "code"
 nitpick_ignore_regex = [
@@ -57,6 +58,7 @@ sphinx_gallery_conf = {
     "backreferences_dir": "python-api/generated",
     "doc_module": ("triton_gallery",),
     "image_scrapers": ("matplotlib",),
+    "reset_modules": ("matplotlib", "gallery.seed"),
     "ignore_repr_types": r"matplotlib\.",  # what a plotting call returns says nothing
     "inspect_global_variables": False,  # in code, link functions and not variables
     "notebook_images": True,
@@ -87,6 +89,7 @@ ogp_image_alt = "Throughput of attention by sequence length: Triton Gallery, cuD
 html_theme = "sphinx_rtd_theme"
 html_theme_options = {"navigation_depth": 3, "collapse_navigation": False, "titles_only": True}
 html_title = project
+html_baseurl = f"{os.environ['GALLERY_URL'].rstrip('/')}/stable/" if os.environ.get("GALLERY_URL") else ""
 html_static_path = ["docs/_static"]
 html_css_files = ["gallery.css"]
 html_js_files = ["gallery.js"]

@@ -440,6 +440,7 @@ BENCHMARK = triton.testing.Benchmark(["n"], [1], plot_name="unheard-of", args={{
 
 {}
 '''
+SHOWN = "print('shown')"
 
 
 @pytest.fixture
@@ -456,7 +457,7 @@ def build(tmp_path):
         (tmp_path / "conf.py").write_text(SETTINGS)
         (tmp_path / "docs" / "index.rst").write_text("Site\n====\n\n.. toctree::\n\n   tutorials/index\n")
         (tmp_path / "examples" / "GALLERY_HEADER.rst").write_text("Tutorials\n=========\n")
-        (tmp_path / "examples" / "01-good.py").write_text(PAGE.format(""))
+        (tmp_path / "examples" / "01-good.py").write_text(PAGE.format(SHOWN))
         (tmp_path / "examples" / "02-other.py").write_text(PAGE.format(lines))
         command = [sys.executable, "-m", "sphinx", "-c", ".", "-n", "-W", "--keep-going", "docs", "html"]
         return subprocess.run(command, cwd=tmp_path, env=without_gpu(), capture_output=True, text=True)
@@ -471,18 +472,20 @@ def build(tmp_path):
         ("# It is :measured:`unheard-of: torch at 1`.", "examples/02-other.py:17: measured: 'unheard-of: torch at 1'"),
         ("assert 1 + 1 == 3, 'arithmetic'", "AssertionError: arithmetic"),
         ("tg.benchmark.perf_report(BENCHMARK, title='x')(print).run()", "unheard-of: no record is committed"),
+        ("assert 1 + 1 == 2", "examples/02-other.py: the page executed nothing that shows"),
     ],
-    ids=["quote", "number", "assertion", "record"],
+    ids=["quote", "number", "assertion", "record", "silent"],
 )
 def test_a_page_that_fails_ends_the_build_and_is_named(build, lines, message):
     run = build(lines)
     assert run.returncode != 0
     assert message in run.stderr and "02-other.py" in run.stderr
+    assert "executed nothing" not in run.stderr.replace(message, "")
     assert "01-good.py" not in run.stderr
 
 
 def test_pages_that_succeed_end_the_build_well(build):
-    run = build("assert 1 + 1 == 2")
+    run = build(SHOWN)
     assert run.returncode == 0, run.stderr
 
 

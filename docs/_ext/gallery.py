@@ -6,7 +6,9 @@ number that the committed record holds. Both happen before sphinx-gallery runs, 
 same text.
 
 sphinx-gallery executes a page again when the page's text changed. We add what the text cannot show: the modules that
-the page quotes, the records it presents, the device, and the versions of torch and triton.
+the page quotes, the records it presents, the device, and the versions of torch and triton. A build in which a page was
+not executed as it stands, or showed nothing, fails and names the page; a draft (``make html-fast``) says on every page
+that it is one.
 
     python docs/_ext/gallery.py examples/02-fused-softmax.py     print one generated page
     python docs/_ext/gallery.py --all DEST                       write all of them into DEST
@@ -17,11 +19,13 @@ import ast
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import os
 import re
 import sys
 import textwrap
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +36,8 @@ NOT_YET = "not yet measured"
 
 _HEADER = "GALLERY_HEADER.rst"
 _PAGES = "[0-9][0-9]-*.py"
+# What sphinx-gallery writes below a page that it executed, and above what a page shows.
+_EXECUTED, _SHOWN = "rst-class:: sphx-glr-timing", re.compile(r"rst-class:: sphx-glr-script-out|^\.\. image-sg::", re.M)
 _QUOTE = re.compile(r"^# quote:(.*)$", re.MULTILINE)
 # Neighbouring quote lines are one match; a reference may continue on the next comment line.
 _REFERENCE = re.compile(r"^(?P<quotes># quote:.*(?:\n# quote:.*)*)$|:measured:`(?P<measured>[^`]+)`", re.MULTILINE)
@@ -245,9 +251,7 @@ def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
     if torch.accelerator.is_available() and not triton.knobs.runtime.interpret:
         # What the pages measure is kept beside the site; `make record` is what changes the committed records.
         os.environ.setdefault("TRITON_GALLERY_RECORDS", str(ROOT / "build" / "records"))
-    source, gallery = (
-        Path(app.srcdir) / app.config.sphinx_gallery_conf[key] for key in ("examples_dirs", "gallery_dirs")
-    )
+    source, gallery = _folders(app)
     try:
         pages = write_all(source, examples, src)
     except PageError as error:
@@ -261,7 +265,7 @@ def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
     old = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
     new = {page.stem: fingerprint(page, src) for page in pages}
     for name in names:
-        if new[name] != old.get(name):
+        if new[name] != old.get(name) or problem(source / f"{name}.py", gallery):
             # sphinx-gallery keeps a page's output as long as this checksum is that of the page's text.
             (gallery / f"{name}.py.md5").unlink(missing_ok=True)
     _write(store, json.dumps(new, indent=1))
@@ -273,12 +277,58 @@ def _config_inited(app, config) -> None:
     config.sphinx_gallery_conf["first_notebook_cell"] = first_cell(__version__)
 
 
+def _folders(app) -> list[Path]:
+    """Where the generated pages are, and where sphinx-gallery puts what becomes of them."""
+    return [Path(app.srcdir) / app.config.sphinx_gallery_conf[key] for key in ("examples_dirs", "gallery_dirs")]
+
+
+def problem(page: Path, gallery: Path) -> str | None:
+    """Why the folder `gallery` does not show what executing the generated `page` gives, or None."""
+    checksum, text = gallery / f"{page.name}.md5", gallery / f"{page.stem}.rst"
+    if not checksum.exists() or not text.exists():
+        return "executed nothing"
+    if checksum.read_text(encoding="utf-8") != hashlib.md5(page.read_text(encoding="utf-8").encode()).hexdigest():
+        return "is stale: its text changed after it was executed"
+    output = text.read_text(encoding="utf-8")
+    return None if _EXECUTED in output and _SHOWN.search(output) else "executed nothing that shows"
+
+
+def _gallery_written(app) -> None:
+    source, gallery = _folders(app)
+    problems = ((page.name, problem(page, gallery)) for page in sorted(source.glob(_PAGES)))
+    failed = [f"examples/{name}: the page {why}" for name, why in problems if why]
+    # A page that raised is for sphinx-gallery to report, when the build ends.
+    raised = app.config.sphinx_gallery_conf.get("failing_examples")
+    if failed and not raised and not app.config.html_context.get("draft"):
+        sys.exit("\n".join([*failed, "A build that does not execute is a draft: make html-fast"]))
+    for path in gallery.glob("*.zip"):
+        pack(path)
+
+
+def pack(path: Path) -> None:
+    """Write the zip file `path` again so that its bytes depend on its files' bytes alone, not on their dates."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
+        for name in sorted(old.namelist()):
+            new.writestr(zipfile.ZipInfo(name), old.read(name), zipfile.ZIP_DEFLATED)
+    if path.read_bytes() != packed.getvalue():
+        path.write_bytes(packed.getvalue())
+
+
+def seed(gallery_conf: dict, page: str) -> None:
+    """sphinx-gallery calls this before each page, so that two builds show the same numbers."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 def setup(app) -> dict:
     # Before sphinx-gallery, which reads the generated pages in its own handler with the default priority, 500.
     app.connect("builder-inited", _builder_inited, priority=5)
     # Before sphinx-gallery completes its settings, with priority 10.
     app.connect("config-inited", _config_inited, priority=5)
     app.connect("html-page-context", _open_in_colab)
+    app.connect("builder-inited", _gallery_written, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 

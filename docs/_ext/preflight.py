@@ -2,6 +2,7 @@
 
     python docs/_ext/preflight.py python    is this Python new enough?
     python docs/_ext/preflight.py site      and do torch and Triton fit, and is all there that the site needs?
+    python docs/_ext/preflight.py serve     the same for serving it while it is written
     python docs/_ext/preflight.py tests     the same for the tests
     python docs/_ext/preflight.py gpu       the same for measuring, and is there a GPU?
 
@@ -17,6 +18,7 @@ SPHINX = ("sphinx", "sphinx-gallery", "sphinx_rtd_theme", "sphinx-copybutton", "
 FINDABLE = ("sphinx-notfound-page", "sphinx-reredirects", "sphinx-sitemap", "sphinxext-opengraph", "markdownify")
 NEEDED = {
     "site": (*KERNELS, "matplotlib", "pandas", *SPHINX, *FINDABLE),
+    "serve": (*KERNELS, "matplotlib", "pandas", *SPHINX, *FINDABLE, "sphinx-autobuild"),
     "tests": (*KERNELS, "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
     "gpu": (*KERNELS, "matplotlib", "pandas"),
 }

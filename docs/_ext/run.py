@@ -67,7 +67,10 @@ class Run(SphinxDirective):
 def execute(source: str, file: str, line: int, first: bool) -> tuple[str, tuple[str, str, int] | None]:
     """Run a part of a page: what it printed, and when it raised, the error's message, its trace and the page's line."""
     if first:
+        import torch  # not above: the second process switches the interpreter off first
+
         sys.modules["page"] = types.ModuleType("page")
+        torch.manual_seed(0)
     # Empty lines in front make the line numbers of a traceback those of the page. inspect.getsource, and so
     # @triton.jit, looks for the source in this cache, where None says that there is no file.
     text = "\n" * line + source + "\n"
