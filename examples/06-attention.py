@@ -769,16 +769,22 @@ tg.benchmark.roofline(report, points, title="Attention, head dimension 128, floa
 # What the compiler made of it
 # ----------------------------
 #
-# The forward pass for three GPUs. The accumulator, the scores and the statistics of a tile have to fit into registers,
+# The forward pass for four GPUs. The accumulator, the scores and the statistics of a tile have to fit into registers,
 # while shared memory holds the queries and the tiles of keys and values that are on their way.
 
 q_meta, k_meta, v_meta = torch.empty(3, 1, 16, 4096, 128, dtype=torch.float16, device="meta")
-tg.codegen.inspect(tg.attention, q_meta, k_meta, v_meta, is_causal=True, targets=("sm_80", "sm_90", "gfx942"))
+tg.codegen.inspect(tg.attention, q_meta, k_meta, v_meta, is_causal=True)
 
 # %%
 # On sm_90 the row is that of the Gluon kernel: its warps include the producer's, its loads are TMA copies, and its
-# products are `wgmma`, which a whole group of warps issues together. The other two rows are the kernel quoted above:
-# `mma` on NVIDIA's older matrix units, `mfma` on AMD's.
+# products are `wgmma`, which a whole group of warps issues together. The other rows are the kernel quoted above:
+# `mma` on Ampere's matrix units, `tcgen05` on Blackwell's, `mfma` on AMD's.
+#
+# The machine code of this kernel is long, so we show it line by line as far as TTGIR. The two `tl.dot` of the loop have
+# layouts `#mma` for their sums, and the probabilities change theirs, by `ttg.convert_layout`, on the way from one to the
+# other.
+
+tg.codegen.listing(tg.attention, q_meta, k_meta, v_meta, is_causal=True, target="sm_80", stages=("ttir", "ttgir"))
 
 # %%
 # What we saw

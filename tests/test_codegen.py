@@ -289,6 +289,7 @@ def test_listing_puts_instructions_beside_their_line(target):
     assert "tt.store" in found["ttir"][store]
     assert ("ld.global" if machine == "ptx" else "buffer_load") in found[machine][load]
     assert ("st.global" if machine == "ptx" else "buffer_store") in found[machine][store]
+    assert "#blocked = #ttg.blocked<" in found["ttgir"][0]
     # What a reduction from Triton's library became belongs to the line that calls it.
     assert "tt.reduce" in found["ttir"][maximum]
     assert ("max" if machine == "ptx" else "v_max") in found[machine][maximum]

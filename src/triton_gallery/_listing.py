@@ -55,6 +55,8 @@ def _ir(text: str) -> Iterator[tuple[Places, str]]:
 
     inside = False
     for line in text.splitlines():
+        if line.startswith("#") and not line.startswith("#loc"):
+            yield [], line  # a layout's definition
         if "func" in line and "@" in line and not inside:
             inside = True
             continue
