@@ -310,9 +310,9 @@ tg.codegen.inspect(tg.add, x, x)
 # another.
 #
 # The way from the source to these instructions has four stops, and at each of them the compiler says which line of the
-# source an instruction came from. *TTIR* is our kernel with the types written out: blocks are still blocks. *TTGIR* says
-# in `#blocked` which thread holds which elements of a block; here begins the GPU. *PTX* is what one thread does, in
-# NVIDIA's assembly for all its GPUs, and *SASS* what the multiprocessor of this one executes. Open it, look for
+# source an instruction came from. *TTIR* is our kernel with the types written out: blocks are still blocks. *TTGIR*
+# says in `#blocked` which thread holds which elements of a block; here begins the GPU. *PTX* is what one thread does,
+# in NVIDIA's assembly for all its GPUs, and *SASS* what the multiprocessor of this one executes. Open it, look for
 # `tl.load`, and follow the line to the right.
 
 tg.codegen.listing(tg.add, x, x)

@@ -491,10 +491,10 @@ long_x = torch.empty(4096, 131072, dtype=torch.float16, device="meta")
 tg.codegen.inspect(tg.softmax, long_x)
 
 # %%
-# Line by line, the reductions are the ones to follow. `tl.max` is one operation in TTIR. In PTX it has become a chain of
-# `max` within the thread, then `shfl`, by which the threads of a warp exchange registers, then a store to shared memory,
-# a `bar.sync`, and the same again among the warps. SASS does not know from where a function was called, so it has the
-# last three under "functions that it calls".
+# Line by line, the reductions are the ones to follow. `tl.max` is one operation in TTIR. In PTX it has become a chain
+# of `max` within the thread, then `shfl`, by which the threads of a warp exchange registers, then a store to shared
+# memory, a `bar.sync`, and the same again among the warps. SASS does not know from where a function was called, so it
+# has the last three under "functions that it calls".
 
 tg.codegen.listing(tg.softmax, x)
 

@@ -540,9 +540,9 @@ tg.codegen.inspect(tg.matmul, a, b)
 # The sums fill the registers: 128 × 256 of them in float32, over 256 threads, are 128 registers for each, half of what
 # a thread can have. This is why a tile cannot grow for ever. Nothing is spilled to memory.
 #
-# Here is the first kernel of this page line by line, for Ampere. In TTIR, `tl.dot` is one operation on whole tiles. TTGIR
-# gives its operands a layout of their own, `#ttg.dot_op`, and its sums another, `#mma`. In PTX `ldmatrix` brings the
-# operands from shared memory in that layout, and `mma.sync` multiplies 16 × 16 by 16 × 8 numbers at a time.
+# Here is the first kernel of this page line by line, for Ampere. In TTIR, `tl.dot` is one operation on whole tiles.
+# TTGIR gives its operands a layout of their own, `#ttg.dot_op`, and its sums another, `#mma`. In PTX `ldmatrix` brings
+# the operands from shared memory in that layout, and `mma.sync` multiplies 16 × 16 by 16 × 8 numbers at a time.
 
 a, b = torch.empty(2, 1024, 1024, dtype=torch.float16, device="meta")
 tg.codegen.listing(tg.matmul, a, b, target="sm_80")

@@ -781,8 +781,8 @@ tg.codegen.inspect(tg.attention, q_meta, k_meta, v_meta, is_causal=True)
 # `mma` on Ampere's matrix units, `tcgen05` on Blackwell's, `mfma` on AMD's.
 #
 # The machine code of this kernel is long, so we show it line by line as far as TTGIR. The two `tl.dot` of the loop have
-# layouts `#mma` for their sums, and the probabilities change theirs, by `ttg.convert_layout`, on the way from one to the
-# other.
+# layouts `#mma` for their sums, and the probabilities change theirs, by `ttg.convert_layout`, on the way from one to
+# the other.
 
 tg.codegen.listing(tg.attention, q_meta, k_meta, v_meta, is_causal=True, target="sm_80", stages=("ttir", "ttgir"))
 
