@@ -14,14 +14,16 @@ version = release = triton_gallery.__version__
 language = "en"
 
 extensions = [
-    "gallery",  # docs/_ext, before sphinx_gallery: it writes the pages that sphinx_gallery executes
+    "figures",  # docs/_ext
+    "finish",
+    "gallery",  # before sphinx_gallery: it writes the pages that sphinx_gallery executes
     "inventories",
     "kernels",
+    "mathml",
     "measured",
     "run",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
     "matplotlib.sphinxext.plot_directive",
@@ -51,7 +53,8 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "backreferences_dir": "python-api/generated",
     "doc_module": ("triton_gallery",),
-    "image_scrapers": ("matplotlib",),
+    "image_scrapers": ("figures.scraper",),
+    "default_thumb_file": str(Path("docs/_static/attention.svg").absolute()),  # in `make html-fast`
     "ignore_repr_types": r"matplotlib\.",  # what a plotting call returns says nothing
     "inspect_global_variables": False,  # in code, link functions and not variables
     "notebook_images": True,
@@ -68,13 +71,15 @@ bibtex_reference_style = "author_year"
 plot_include_source = False
 plot_html_show_source_link = False
 plot_html_show_formats = False
-plot_formats = [("png", 160)]
+plot_formats = ["svg"]
+plot_rcparams = {"svg.hashsalt": "triton-gallery"}
 copybutton_exclude = ".linenos, .gp, .go"
 
 html_theme = "sphinx_rtd_theme"
 html_theme_options = {"navigation_depth": 3, "collapse_navigation": False, "titles_only": True}
 html_title = project
 html_static_path = ["docs/_static"]
+templates_path = ["docs/_templates"]
 html_css_files = ["gallery.css"]
 html_js_files = ["gallery.js"]
-mathjax_path = "vendor/mathjax/tex-svg.js"
+html_math_renderer = "mathml"

@@ -1,19 +1,55 @@
-// What the theme and sphinx-gallery leave out for readers who use a keyboard or a screen reader.
+// What the theme and sphinx-gallery leave out for readers who use a keyboard, a screen reader or a dark room.
+
+// --- dark and light: a click goes on to the next choice, and the browser remembers it ---
+const root = document.documentElement;
+const choices = ["auto", "dark", "light"];
+
+function choose(theme) {
+  root.dataset.theme = theme;
+  for (const button of document.querySelectorAll(".theme-choice")) button.textContent = `Theme: ${theme}`;
+}
+
+function chooseNext() {
+  const theme = choices[(choices.indexOf(root.dataset.theme) + 1) % choices.length];
+  localStorage.setItem("theme", theme);
+  choose(theme);
+}
+
+// --- a box that scrolls must be reachable by keyboard; which one does depends on the width of the window ---
+const BOXES = ".highlight pre, .wy-table-responsive, dt.sig, div.math, span.math, .output_html [role=region]";
+
+function markScrollingBoxes() {
+  for (const box of document.querySelectorAll(BOXES)) {
+    const scrolls = box.scrollWidth > box.clientWidth + 1 || box.scrollHeight > box.clientHeight + 1;
+    if (scrolls) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+  }
+}
+
 document.addEventListener("DOMContentLoaded", () => {
-  for (const caption of document.querySelectorAll(".caption[role=heading]")) {
-    caption.setAttribute("aria-level", "2");
+  if (choices.includes(root.dataset.theme)) choose(root.dataset.theme);
+  for (const button of document.querySelectorAll(".theme-choice")) button.addEventListener("click", chooseNext);
+
+  // The list of the page's sections is open where it has a place of its own beside the text.
+  const list = document.querySelector(".on-this-page");
+  const wide = matchMedia("(min-width: 90rem)");
+  const follow = () => (list.open = wide.matches);
+  if (list) {
+    follow();
+    wide.addEventListener("change", follow);
   }
-  // A thumbnail's link lies over the card and has no text of its own.
-  for (const card of document.querySelectorAll(".sphx-glr-thumbcontainer")) {
-    const title = card.querySelector(".sphx-glr-thumbnail-title");
-    const link = card.querySelector("p a");
-    if (title && link) link.setAttribute("aria-label", title.textContent.trim());
-  }
-  // A box that scrolls must be reachable by keyboard.
-  for (const box of document.querySelectorAll(".highlight pre, .wy-table-responsive, dt.sig, div.math")) {
-    if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) box.tabIndex = 0;
-  }
-  const footer = document.querySelector("footer");
-  footer?.querySelector("[role=contentinfo]")?.removeAttribute("role");
-  footer?.setAttribute("role", "contentinfo");
+
+  const menu = document.querySelector(".wy-nav-top button");
+  const side = document.querySelector(".wy-nav-side");
+  new MutationObserver(() => menu.setAttribute("aria-expanded", side.classList.contains("shift"))).observe(side, {
+    attributeFilter: ["class"],
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && side.classList.contains("shift")) {
+      menu.click();
+      menu.focus();
+    }
+  });
 });
+window.addEventListener("load", markScrollingBoxes);
+window.addEventListener("resize", markScrollingBoxes);
