@@ -83,3 +83,4 @@ templates_path = ["docs/_templates"]
 html_css_files = ["gallery.css"]
 html_js_files = ["gallery.js"]
 html_math_renderer = "mathml"
+html_domain_indices = False

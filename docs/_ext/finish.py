@@ -17,6 +17,7 @@ from pathlib import Path
 
 import imagesize
 
+_FONT = "vendor/stix-two-math/stix-two-math.woff2"
 _CHARSET = '<meta charset="utf-8" />'
 _POLICY = re.compile(r'\n  <meta http-equiv="Content-Security-Policy" content="[^"]*">')
 _INLINE_SCRIPT = re.compile(r"<script(?![^>]*\ssrc=)[^>]*>(.+?)</script>", re.DOTALL)
@@ -76,19 +77,44 @@ def with_waiting_scripts(page: str) -> str:
     return re.sub(r"<script>(?=\s*jQuery)", '<script type="module">', page)
 
 
+def with_font(page: str) -> str:
+    """A page with formulas asks for their font at once, so that they are drawn in it from the start."""
+    if "<math" not in page or 'rel="preload"' in page:
+        return page
+    root = re.search(r'data-content_root="([^"]*)"', page)[1]
+    link = f'<link rel="preload" href="{root}_static/{_FONT}" as="font" type="font/woff2" crossorigin>'
+    return page.replace("<title>", f"{link}\n  <title>", 1)
+
+
 def with_roles(page: str) -> str:
-    page = page.replace('class="caption" role="heading"', 'class="caption" role="heading" aria-level="2"')
+    """Roles and elements that say what a thing is."""
+    page = page.replace('class="caption" role="heading">', 'class="caption" role="heading" aria-level="2">')
     if '<footer role="contentinfo">' not in page:
         page = page.replace("<footer>", '<footer role="contentinfo">').replace('<div role="contentinfo">', "<div>")
-    # docutils writes one and the theme another.
-    return page.replace('<meta name="viewport" content="width=device-width, initial-scale=1" />', "", 1)
+    # docutils writes this line and the theme one like it.
+    page = page.replace('<meta name="viewport" content="width=device-width, initial-scale=1" />', "", 1)
+    # A list with links among its items is none, and neither is one of definitions without terms.
+    page = page.replace(' role="doc-biblioentry"', "").replace('<div role="list" class=', "<div class=")
+    return re.sub(r'<dl>\n((?:<dd><em class="sig-param">.*?</dd>\n)+)</dl>', _signature, page)
+
+
+def _signature(match: re.Match) -> str:
+    lines = match[1].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>")
+    return f'<span class="sig-lines">\n{lines}</span>'
 
 
 def with_captions(page: str) -> str:
-    """A thumbnail's promise below its title, as text; sphinx-gallery keeps it for a tooltip, which a finger never sees."""
+    """Thumbnails whose title is the link, above the page's promise.
+
+    sphinx-gallery lays a link without text over the picture and keeps the promise for a tooltip, which a finger never
+    sees.
+    """
     return re.sub(
-        r'(<div class="sphx-glr-thumbcontainer") tooltip="([^"]*)"(.*?<div class="sphx-glr-thumbnail-title">.*?</div>)',
-        r'\1\3<p class="promise">\2</p>',
+        r'<div class="sphx-glr-thumbcontainer" tooltip="([^"]*)">(<img[^>]*>)\s*'
+        r'<p><a class="reference internal" href="([^"]*)">.*?</p>\s*'
+        r'<div class="sphx-glr-thumbnail-title">(.*?)</div>',
+        r'<div class="sphx-glr-thumbcontainer">\2\n'
+        r'<p class="sphx-glr-thumbnail-title"><a href="\3">\4</a></p>\n<p class="promise">\1</p>',
         page,
         flags=re.DOTALL,
     )
@@ -96,7 +122,7 @@ def with_captions(page: str) -> str:
 
 def finish(page: str, folder: Path) -> str:
     """The page, which lies in `folder`, with all of it."""
-    page = with_captions(with_roles(with_waiting_scripts(page)))
+    page = with_captions(with_roles(with_font(with_waiting_scripts(page))))
     return with_policy(with_image_sizes(page, folder))
 
 

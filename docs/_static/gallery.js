@@ -30,6 +30,9 @@ document.addEventListener("DOMContentLoaded", () => {
   if (choices.includes(root.dataset.theme)) choose(root.dataset.theme);
   for (const button of document.querySelectorAll(".theme-choice")) button.addEventListener("click", chooseNext);
 
+  // The theme puts boxes around tables, and a search brings results.
+  new MutationObserver(markScrollingBoxes).observe(document.body, { childList: true, subtree: true });
+
   // The list of the page's sections is open where it has a place of its own beside the text.
   const list = document.querySelector(".on-this-page");
   const wide = matchMedia("(min-width: 90rem)");
@@ -51,5 +54,4 @@ document.addEventListener("DOMContentLoaded", () => {
     }
   });
 });
-window.addEventListener("load", markScrollingBoxes);
-window.addEventListener("resize", markScrollingBoxes);
+for (const event of ["load", "resize"]) window.addEventListener(event, markScrollingBoxes);
