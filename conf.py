@@ -14,7 +14,8 @@ version = release = triton_gallery.__version__
 language = "en"
 
 extensions = [
-    "figures",  # docs/_ext
+    "bundle",  # docs/_ext
+    "figures",
     "finish",
     "gallery",  # before sphinx_gallery: it writes the pages that sphinx_gallery executes
     "inventories",
@@ -78,6 +79,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 html_theme = "sphinx_rtd_theme"
 html_theme_options = {"navigation_depth": 3, "collapse_navigation": False, "titles_only": True}
 html_title = project
+html_favicon = "docs/_static/favicon.svg"
 html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
 html_css_files = ["gallery.css"]

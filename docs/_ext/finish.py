@@ -17,7 +17,6 @@ from pathlib import Path
 
 import imagesize
 
-_FONT = "vendor/stix-two-math/stix-two-math.woff2"
 _CHARSET = '<meta charset="utf-8" />'
 _POLICY = re.compile(r'\n  <meta http-equiv="Content-Security-Policy" content="[^"]*">')
 _INLINE_SCRIPT = re.compile(r"<script(?![^>]*\ssrc=)[^>]*>(.+?)</script>", re.DOTALL)
@@ -36,7 +35,7 @@ def policy(page: str) -> str:
         "script-src": ["'self'", *sorted(scripts)],
         "style-src": ["'self'", *sorted({*hashed, *styles})],
         "img-src": ["'self'", "data:"],
-        "font-src": ["'self'"],
+        "font-src": ["'self'", "data:"],
         "connect-src": ["'self'"],
         "form-action": ["'self'"],
         "base-uri": ["'none'"],
@@ -62,7 +61,7 @@ def with_image_sizes(page: str, folder: Path) -> str:
         nonlocal seen
         seen += 1
         tag, source = match[0], re.search(r'\ssrc="([^":]+)"', match[0])
-        if source is None or " width=" in tag:
+        if source is None or " width=" in tag or not (folder / source[1]).is_file():
             return tag
         width, height = imagesize.get(folder / source[1])
         lazy = ' loading="lazy"' if seen > 1 else ""
@@ -75,15 +74,6 @@ def with_waiting_scripts(page: str) -> str:
     page = re.sub(r'<script(?![^>]*\sdefer)([^>]*\ssrc=")', r"<script defer\1", page)
     # A module waits for the scripts above it, and jQuery is one of those.
     return re.sub(r"<script>(?=\s*jQuery)", '<script type="module">', page)
-
-
-def with_font(page: str) -> str:
-    """A page with formulas asks for their font at once, so that they are drawn in it from the start."""
-    if "<math" not in page or 'rel="preload"' in page:
-        return page
-    root = re.search(r'data-content_root="([^"]*)"', page)[1]
-    link = f'<link rel="preload" href="{root}_static/{_FONT}" as="font" type="font/woff2" crossorigin>'
-    return page.replace("<title>", f"{link}\n  <title>", 1)
 
 
 def with_roles(page: str) -> str:
@@ -122,7 +112,7 @@ def with_captions(page: str) -> str:
 
 def finish(page: str, folder: Path) -> str:
     """The page, which lies in `folder`, with all of it."""
-    page = with_captions(with_roles(with_font(with_waiting_scripts(page))))
+    page = with_captions(with_roles(with_waiting_scripts(page)))
     return with_policy(with_image_sizes(page, folder))
 
 

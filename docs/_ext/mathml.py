@@ -33,6 +33,12 @@ def _visit_block(self, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def _html_page_context(app, pagename, templatename, context, doctree) -> None:
+    if context.get("has_maths_elements"):
+        app.add_css_file("vendor/stix-two-math/stix-two-math.css")
+
+
 def setup(app) -> dict:
     app.add_html_math_renderer("mathml", (_visit_inline, None), (_visit_block, None))
+    app.connect("html-page-context", _html_page_context)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

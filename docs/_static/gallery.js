@@ -5,12 +5,12 @@ const root = document.documentElement;
 const choices = ["auto", "dark", "light"];
 
 function choose(theme) {
-  root.dataset.theme = theme;
+  root.dataset.mode = theme;
   for (const button of document.querySelectorAll(".theme-choice")) button.textContent = `Theme: ${theme}`;
 }
 
 function chooseNext() {
-  const theme = choices[(choices.indexOf(root.dataset.theme) + 1) % choices.length];
+  const theme = choices[(choices.indexOf(root.dataset.mode) + 1) % choices.length];
   localStorage.setItem("theme", theme);
   choose(theme);
 }
@@ -19,15 +19,20 @@ function chooseNext() {
 const BOXES = ".highlight pre, .wy-table-responsive, dt.sig, div.math, span.math, .output_html [role=region]";
 
 function markScrollingBoxes() {
-  for (const box of document.querySelectorAll(BOXES)) {
-    const scrolls = box.scrollWidth > box.clientWidth + 1 || box.scrollHeight > box.clientHeight + 1;
-    if (scrolls) box.tabIndex = 0;
-    else box.removeAttribute("tabindex");
-  }
+  const boxes = [...document.querySelectorAll(BOXES)];
+  // First all questions, then all answers: in turns, the browser would lay the page out anew for each box.
+  const scrolls = boxes.map((box) => box.scrollWidth > box.clientWidth + 1 || box.scrollHeight > box.clientHeight + 1);
+  boxes.forEach((box, i) => {
+    if (!scrolls[i]) box.removeAttribute("tabindex");
+    else if (box.tabIndex !== 0) box.tabIndex = 0;
+  });
 }
 
+// From a folder the browser lets no page read another, so a search shows no passages there.
+if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
+
 document.addEventListener("DOMContentLoaded", () => {
-  if (choices.includes(root.dataset.theme)) choose(root.dataset.theme);
+  if (choices.includes(root.dataset.mode)) choose(root.dataset.mode);
   for (const button of document.querySelectorAll(".theme-choice")) button.addEventListener("click", chooseNext);
 
   // The theme puts boxes around tables, and a search brings results.

@@ -19,7 +19,7 @@ def test_axe_finds_nothing_serious(open_page, node_modules, page_name):
             page.locator("#search-results li p.context").first.wait_for()
         page.evaluate(axe)
         for theme in ("light", "dark"):
-            page.evaluate("theme => document.documentElement.dataset.theme = theme", theme)
+            page.evaluate("theme => document.documentElement.dataset.mode = theme", theme)
             found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
             bad = [
                 f"{rule['id']}: {node['html'][:160]} {node['failureSummary']}"

@@ -97,7 +97,7 @@ def test_zipped_site_works_from_a_folder(open_page, folder):
     page.get_by_role("button", name="Theme: auto").click()
     page.get_by_role("link", name="Triton Gallery").first.click()
     page.wait_for_url("**/index.html*")
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.evaluate("document.documentElement.dataset.mode") == "dark"
     assert page.evaluate("[...document.images].every(img => !img.complete || img.naturalWidth > 0)")
     assert page.problems == [] and all(url.startswith((folder.as_uri(), "data:")) for url in page.requested)
 

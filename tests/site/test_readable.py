@@ -41,7 +41,7 @@ def test_chosen_theme_is_there_before_the_first_paint(open_page):
           localStorage.setItem('theme', 'dark');
           new MutationObserver((_, observer) => {
             if (!document.body) return;
-            window.first = [document.documentElement.dataset.theme, typeof jQuery];
+            window.first = [document.documentElement.dataset.mode, typeof jQuery];
             observer.disconnect();
           }).observe(document, {childList: true, subtree: true});
         """,
@@ -60,7 +60,7 @@ def test_figures_are_dark_on_dark_pages(open_page):
     figure = page.locator("img.sphx-glr-single-img").first
     means = {}
     for theme in ("light", "dark", "auto"):
-        page.evaluate("theme => document.documentElement.dataset.theme = theme", theme)
+        page.evaluate("theme => document.documentElement.dataset.mode = theme", theme)
         figure.scroll_into_view_if_needed()
         page.wait_for_timeout(200)
         means[theme] = ImageStat.Stat(Image.open(io.BytesIO(figure.screenshot())).convert("L")).mean[0]
