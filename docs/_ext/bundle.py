@@ -52,7 +52,7 @@ def contents(static: Path, names: list[str]) -> str:
         folder = "/".join(name.split("/")[:-1])
         text = (static / name).read_text(encoding="utf-8")
         if name.endswith(".css"):
-            text = re.sub(r'url\(\s*(["\']?)(?!data:|#|/|\w+:)', rf"url(\1{folder + '/' if folder else ''}", text)
+            text = re.sub(r'url\(\s*(["\']?)(?!["\'/#]|\w+:)', rf"url(\1{folder + '/' if folder else ''}", text)
             text = text.replace('@charset "UTF-8";', "")
         parts.append(text if name.endswith(".css") else f"{text}\n;")
     return "\n".join(parts)

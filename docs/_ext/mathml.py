@@ -36,6 +36,8 @@ def _visit_block(self, node: nodes.math_block) -> None:
 def _html_page_context(app, pagename, templatename, context, doctree) -> None:
     if context.get("has_maths_elements"):
         app.add_css_file("vendor/stix-two-math/stix-two-math.css")
+        # Or the browser would look at the font when it has drawn the first formula without it.
+        app.add_js_file(None, body="document.fonts.load('1em \"STIX Two Math\"')")
 
 
 def setup(app) -> dict:
