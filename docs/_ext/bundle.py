@@ -19,10 +19,11 @@ NEEDED_WITH = {
     "_sphinx_javascript_frameworks_compat.js": "highlightSearchWords",
 }
 _FILE = re.compile(r'\s*<(?:link|script)[^>]*\s(?:href|src)="[^":]*?_static/([^"?]*)[^>]*>(?:</script>)?')
-# Only plain ones: a script with data of its own looks for it in its own element.
+# Only plain ones: a script with data of its own looks for it in its own element. And not the search: an earlier script
+# asks whether it is there, which a browser answers with an error when it comes later in the same file.
 _PLAIN = {
     "css": re.compile(r'\s*<link rel="stylesheet" type="text/css" href="([^":]*?_static/)([^"?]*)[^"]*" />'),
-    "js": re.compile(r'\s*<script defer src="([^":]*?_static/)([^"?]*)[^"]*"></script>'),
+    "js": re.compile(r'\s*<script defer src="([^":]*?_static/)(?!searchtools)([^"?]*)[^"]*"></script>'),
 }
 _TAGS = {
     "css": '\n  <link rel="stylesheet" type="text/css" href="{}" />',

@@ -1,8 +1,8 @@
 """Figures as SVG that are right on a light and on a dark page.
 
-matplotlib draws every figure once, dark ink on white. When the site is finished each SVG gets rules for dark pages. Black
-and white change places; a coloured line or marker becomes bright enough for a dark page; a coloured area becomes deep
-enough for the text on it, which is light now. Hues stay. A browser applies the rules to an ``<img>`` by the
+matplotlib draws every figure once, dark ink on white. When the site is finished each SVG gets rules for dark pages.
+Black and white change places; a coloured line or marker becomes bright enough for a dark page; a coloured area becomes
+deep enough for the text on it, which is light now. Hues stay. A browser applies the rules to an ``<img>`` by the
 ``color-scheme`` of the page around it, and to a file opened alone by the reader's system.
 """
 

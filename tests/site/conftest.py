@@ -80,7 +80,7 @@ def browser(site):
 
 @pytest.fixture
 def open_page(browser, server):
-    """Opens a page, by its name in the site or its address, and returns it with what went wrong in ``page.problems``."""
+    """Opens a page, by its name in the site or its address; ``page.problems`` lists what went wrong."""
     contexts = []
 
     def open_page(name: str, width: int = 1280, theme: str = "light", before: str = "", **options):

@@ -5,6 +5,7 @@ import shutil
 from html.parser import HTMLParser
 
 import pytest
+
 from conftest import SITE, each_page
 
 # What these name is loaded when the page is shown; <a> waits for the reader, and <link rel="canonical"> for nobody.

@@ -4,8 +4,9 @@ import io
 import re
 
 import pytest
-from conftest import SITE, each_kind, each_page
 from PIL import Image, ImageStat
+
+from conftest import PAGES, SITE, each_kind, each_page
 
 TUTORIAL = "getting-started/tutorials/02-fused-softmax.html"
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(20, 24, 29)"
@@ -85,16 +86,19 @@ def test_page_fits_a_phone(open_page, page_name):
     assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
+WATCH = """
+  window.moved = [];
+  new PerformanceObserver(list => {
+    for (const {value, sources} of list.getEntries())
+      window.moved.push([value, ...sources.map(source => source.node?.outerHTML?.slice(0, 80))]);
+  }).observe({type: 'layout-shift', buffered: true});
+"""
+
+
 @each_page
 def test_nothing_moves_while_the_page_loads(open_page, page_name):
     for width in (360, 1280):
-        page = open_page(
-            page_name,
-            width=width,
-            before="window.moved = []; new PerformanceObserver(list => list.getEntries().forEach(entry => window.moved.push("
-            "[entry.value, ...entry.sources.map(source => source.node?.outerHTML?.slice(0, 80))]))"
-            ").observe({type: 'layout-shift', buffered: true});",
-        )
+        page = open_page(page_name, width=width, before=WATCH)
         page.wait_for_load_state("networkidle")
         page.wait_for_timeout(200)
         assert page.evaluate("window.moved") == [], f"at {width} pixels"
@@ -150,7 +154,7 @@ def test_every_piece_of_code_can_be_copied(open_page):
     assert page.evaluate("navigator.clipboard.readText()").strip() == first.locator("pre").inner_text().strip()
 
 
-@pytest.mark.parametrize("page_name", [p for p in map(str, SITE.glob("getting-started/tutorials/0*.html"))] or [""])
+@pytest.mark.parametrize("page_name", [name for name in PAGES if "/tutorials/0" in name])
 def test_names_in_a_tutorials_code_link_to_their_documentation(page_name):
     text = (SITE / page_name).read_text()
     assert re.search(r'<a class="sphx-glr-backref[^"]*" href="\.\./\.\./python-api/\w+\.html#triton_gallery\.', text)
