@@ -21,7 +21,7 @@ SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 DRAFT = $(SPHINX) -A draft=1
 PAGES = $(or $(PAGE),[0-9]*)
 
-.PHONY: help html html-fast page serve publish test fuzz test-triton evidence lint bench record linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
+.PHONY: help html html-fast page serve publish test audit fuzz test-triton evidence lint bench record linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
 .DEFAULT_GOAL := help
 
 help:  ## List these commands
@@ -46,16 +46,19 @@ publish: html  ## Add the site to the versions in DEST=build/site as VERSION=...
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
 	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
 
+audit: $(or $(INSTALLED),check-tests)  ## Rate the built site with Lighthouse, on a machine that does nothing else
+	$(PY) -m pytest -n 0 -m slow -s tests/site
+
 fuzz: $(or $(INSTALLED),check-tests)  ## Test on some thousand inputs that hypothesis makes up anew
-	$(PY) -m pytest -n auto --dist loadgroup -m slow
+	$(PY) -m pytest -n auto --dist loadgroup -m slow --ignore tests/site
 
 test-triton: $(or $(INSTALLED),check-tests)  ## Compile every kernel with another Triton: make test-triton TRITON=3.9.0
 	$(PY) -m pip install --quiet --no-deps --target build/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH=$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH) $(PY) -m pytest -n auto --dist loadgroup tests/test_compilation.py
 
 evidence: $(INSTALLED) check-gpu  ## Test on a GPU, with compute-sanitizer too, and rewrite what *How we test* shows
-	-$(PY) -m pytest -n auto --dist loadgroup -m "not slow" --junitxml=build/evidence/tests.xml
-	-$(PY) -m pytest -n auto --dist loadgroup -m slow --junitxml=build/evidence/fuzz.xml
+	-$(PY) -m pytest -n auto --dist loadgroup -m "not slow" --ignore tests/site --junitxml=build/evidence/tests.xml
+	-$(PY) -m pytest -n auto --dist loadgroup -m slow --ignore tests/site --junitxml=build/evidence/fuzz.xml
 	-for tool in memcheck racecheck initcheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --target-processes application-only \
 	    --show-backtrace no --print-limit 0 $(PY) tests/every_kernel.py >build/evidence/$$tool.log 2>&1; done

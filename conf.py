@@ -15,17 +15,20 @@ version = release = triton_gallery.__version__
 language = "en"
 
 extensions = [
+    "bundle",  # docs/_ext
+    "figures",
     "findable",
-    "gallery",  # docs/_ext, before sphinx_gallery: it writes the pages that sphinx_gallery executes
+    "finish",
+    "gallery",  # before sphinx_gallery: it writes the pages that sphinx_gallery executes
     "inventories",
     "kernels",
+    "mathml",
     "measured",
     "records",
     "run",
     "solutions",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
     "matplotlib.sphinxext.plot_directive",
@@ -57,7 +60,8 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "backreferences_dir": "python-api/generated",
     "doc_module": ("triton_gallery",),
-    "image_scrapers": ("matplotlib",),
+    "image_scrapers": ("figures.scraper",),
+    "default_thumb_file": str(Path("docs/_static/attention.svg").absolute()),  # in `make html-fast`
     "reset_modules": ("matplotlib", "gallery.seed"),
     "ignore_repr_types": r"matplotlib\.",  # what a plotting call returns says nothing
     "inspect_global_variables": False,  # in code, link functions and not variables
@@ -75,12 +79,12 @@ bibtex_reference_style = "author_year"
 plot_include_source = False
 plot_html_show_source_link = False
 plot_html_show_formats = False
-plot_formats = [("png", 160)]
+plot_formats = ["svg"]
+plot_rcparams = {"svg.hashsalt": "triton-gallery"}
 copybutton_exclude = ".linenos, .gp, .go"
 
-html_baseurl = f"{os.environ['GALLERY_URL'].rstrip('/')}/stable/" if os.environ.get("GALLERY_URL") else ""
-
 # Finding pages; with GALLERY_URL, the address of the published site, also for search engines and links elsewhere
+html_baseurl = f"{os.environ['GALLERY_URL'].rstrip('/')}/stable/" if os.environ.get("GALLERY_URL") else ""
 redirects = {}  # the old name of each page that moved, without .html: its new path from there; a test asks for them
 redirect_html_template_file = "docs/_templates/redirect.html"
 ogp_image = "_static/social.png"
@@ -89,8 +93,9 @@ ogp_image_alt = "Throughput of attention by sequence length: Triton Gallery, cuD
 html_theme = "sphinx_rtd_theme"
 html_theme_options = {"navigation_depth": 3, "collapse_navigation": False, "titles_only": True}
 html_title = project
-html_baseurl = f"{os.environ['GALLERY_URL'].rstrip('/')}/stable/" if os.environ.get("GALLERY_URL") else ""
+html_favicon = "docs/_static/favicon.svg"
 html_static_path = ["docs/_static"]
 html_css_files = ["gallery.css"]
 html_js_files = ["gallery.js"]
-mathjax_path = "vendor/mathjax/tex-svg.js"
+html_math_renderer = "mathml"
+html_domain_indices = False

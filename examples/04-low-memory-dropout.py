@@ -152,7 +152,7 @@ def my_dropout(x, p, seed):
 # ---------------------------
 #
 # - `tl.join(tl.join(a, c), tl.join(b, d))` interleaves the four words. Joining puts two blocks side by side in a new
-#   last dimension; read row by row, the result is :math:`a_0, b_0, c_0, d_0, a_1, \dots`, and the next `tl.join` puts
+#   last dimension; read row by row, the result is :math:`a_0, b_0, c_0, d_0, a_1, \ldots`, and the next `tl.join` puts
 #   each word's twin behind it: one draw for each element in the order of the elements.
 # - `threshold` is :math:`p \cdot 2^{32}`, rounded to an integer. A draw is one of :math:`2^{32}` integers, all
 #   equally likely, and `threshold` of them are below it. So :math:`P(\text{draw} < \text{threshold})` is :math:`p` to
@@ -235,13 +235,13 @@ print(traces[8])
 
 figure, axes = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained", width_ratios=[1, 1, 1.4])
 figure.suptitle("Which elements dropout with p = 0.5 keeps under two seeds, and the fraction it keeps")
-n = torch.arange(1, 2**14 + 1)
+n = torch.logspace(0, 14, 300, base=2).long().unique()
 for seed, color, plot in zip((1, 2), ("#0072B2", "#D55E00"), axes, strict=False):
     mask = my_dropout(torch.ones(48, 48, device=DEVICE), 0.5, seed) > 0
     plot.imshow(mask.cpu(), cmap="gray_r", interpolation="nearest")
     plot.set(title=f"seed {seed}: kept in black", xlabel="column", ylabel="row")
-    kept = my_dropout(torch.ones(len(n), device=DEVICE), 0.5, seed).cpu() > 0
-    axes[2].plot(n, kept.cumsum(0) / n, color=color, label=f"seed {seed}")
+    kept = my_dropout(torch.ones(2**14, device=DEVICE), 0.5, seed).cpu() > 0
+    axes[2].plot(n, kept.cumsum(0)[n - 1] / n, color=color, label=f"seed {seed}")
 band = 4 * (0.25 / n).sqrt()
 axes[2].fill_between(n, 0.5 - band, 0.5 + band, color="#999999", alpha=0.4, label="4 standard deviations")
 axes[2].set(title="fraction kept so far", xlabel="elements", ylabel="fraction", xscale="log", ylim=(0, 1))

@@ -185,7 +185,7 @@ torch.testing.assert_close(y, expected)
 #
 # .. math::
 #     dx_k = \sum_j g_j \frac{\partial \hat{x}_j}{\partial x_k}
-#     = r \Big( g_k - \frac{1}{N} \sum_j g_j - \hat{x}_k \, \frac{1}{N} \sum_j g_j \hat{x}_j \Big)
+#     = r \Bigl( g_k - \frac{1}{N} \sum_j g_j - \hat{x}_k \, \frac{1}{N} \sum_j g_j \hat{x}_j \Bigr)
 #
 # So `dx` needs two sums over the row, the mean of :math:`g` and the mean of :math:`g \hat{x}`, and then every
 # element is on its own again. There is a picture behind this. Adding a constant to a row does not change
@@ -363,7 +363,7 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 #
 # and at the end Chan's formula joins lanes of :math:`n_l` elements each:
 #
-# .. math:: \mu = \frac{1}{N} \sum_l n_l m_l, \qquad \sigma^2 = \frac{1}{N} \sum_l \big( S_l + n_l (m_l - \mu)^2 \big)
+# .. math:: \mu = \frac{1}{N} \sum_l n_l m_l, \qquad \sigma^2 = \frac{1}{N} \sum_l \bigl( S_l + n_l (m_l - \mu)^2 \bigr)
 #
 # The source has both in `_layer_norm_fwd_long_kernel`. The backward pass cuts such rows into column blocks. Nothing
 # changes for the caller:

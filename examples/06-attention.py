@@ -93,7 +93,7 @@ for S in (512, 2048, 8192, 16384):
 # *Three.* So we may choose the reference as we go. We take the largest score so far. Then no exponent is above 0, and
 # nothing overflows. With :math:`m_t` for the largest score in the first :math:`t` tiles of keys:
 #
-# .. math:: m_t = \max\big(m_{t-1}, \max_{j \in t} s_j\big) \qquad r_t = e^{m_{t-1} - m_t} \qquad p_j = e^{s_j - m_t}
+# .. math:: m_t = \max\bigl(m_{t-1}, \max_{j \in t} s_j\bigr) \qquad r_t = e^{m_{t-1} - m_t} \qquad p_j = e^{s_j - m_t}
 #
 # *Four.* Both sums move to the new reference, then take up the new tile:
 #

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from conftest import DEVICE, FUZZ, assert_as_accurate_as_torch
+from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
 
 # The package's name `attention` is the function; this is its module.
 module = importlib.import_module("triton_gallery.attention")

@@ -8,7 +8,7 @@ import triton.language as tl
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from conftest import DEVICE, FUZZ, assert_as_accurate_as_torch
+from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery._launch import launch
 from triton_gallery.dropout import _draw_block, _draw_each, _dropout_kernel, _dropout_strided_kernel
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from conftest import DEVICE, FUZZ, assert_as_accurate_as_torch
+from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery import hopper
 from triton_gallery._launch import collapse, is_hopper, launch
 from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel

@@ -12,7 +12,7 @@ from hypothesis import settings
 from torch.utils._pytree import tree_leaves
 
 import triton_gallery as tg
-from conftest import DEVICE, assert_as_accurate_as_torch
+from accuracy import DEVICE, assert_as_accurate_as_torch
 
 # The import would freeze the flags of torch.backends and change hypothesis' settings for all tests of the process.
 profile = settings.get_current_profile_name()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from conftest import DEVICE, FUZZ, assert_as_accurate_as_torch
+from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery import hopper
 from triton_gallery._launch import is_hopper
 

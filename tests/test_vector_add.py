@@ -8,7 +8,7 @@ import triton.language as tl
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from conftest import DEVICE, FUZZ, assert_as_accurate_as_torch
+from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery._launch import launch
 from triton_gallery.vector_add import _add_kernel, _add_strided_kernel
 

@@ -1,23 +1,64 @@
-// What the theme and sphinx-gallery leave out for readers who use a keyboard or a screen reader.
+// What the theme and sphinx-gallery leave out for readers who use a keyboard, a screen reader or a dark room.
+
+// --- dark and light: a click goes on to the next choice, and the browser remembers it ---
+const root = document.documentElement;
+const choices = ["auto", "dark", "light"];
+
+function choose(theme) {
+  root.dataset.mode = theme;
+  for (const button of document.querySelectorAll(".theme-choice")) button.textContent = `Theme: ${theme}`;
+}
+
+function chooseNext() {
+  const theme = choices[(choices.indexOf(root.dataset.mode) + 1) % choices.length];
+  localStorage.setItem("theme", theme);
+  choose(theme);
+}
+
+// --- a box that scrolls must be reachable by keyboard; which one does depends on the width of the window ---
+const BOXES = ".highlight pre, .wy-table-responsive, dt.sig, div.math, span.math, .output_html [role=region]";
+
+function markScrollingBoxes() {
+  const boxes = [...document.querySelectorAll(BOXES)];
+  // First all questions, then all answers: in turns, the browser would lay the page out anew for each box.
+  const scrolls = boxes.map((box) => box.scrollWidth > box.clientWidth + 1 || box.scrollHeight > box.clientHeight + 1);
+  boxes.forEach((box, i) => {
+    if (!scrolls[i]) box.removeAttribute("tabindex");
+    else if (box.tabIndex !== 0) box.tabIndex = 0;
+  });
+}
+
+// From a folder the browser lets no page read another, so a search shows no passages there.
+if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
+
 document.addEventListener("DOMContentLoaded", () => {
-  for (const caption of document.querySelectorAll(".caption[role=heading]")) {
-    caption.setAttribute("aria-level", "2");
+  if (choices.includes(root.dataset.mode)) choose(root.dataset.mode);
+  for (const button of document.querySelectorAll(".theme-choice")) button.addEventListener("click", chooseNext);
+
+  // The theme puts boxes around tables, and a search brings results.
+  new MutationObserver(markScrollingBoxes).observe(document.body, { childList: true, subtree: true });
+
+  // The list of the page's sections is open where it has a place of its own beside the text.
+  const list = document.querySelector(".on-this-page");
+  const wide = matchMedia("(min-width: 90rem)");
+  const follow = () => (list.open = wide.matches);
+  if (list) {
+    follow();
+    wide.addEventListener("change", follow);
   }
-  // A thumbnail's link lies over the card and has no text of its own.
-  for (const card of document.querySelectorAll(".sphx-glr-thumbcontainer")) {
-    const title = card.querySelector(".sphx-glr-thumbnail-title");
-    const link = card.querySelector("p a");
-    if (title && link) link.setAttribute("aria-label", title.textContent.trim());
-  }
-  // A box that scrolls must be reachable by keyboard; a solution's boxes have no size before it is opened.
-  const makeReachable = (root) => {
-    for (const box of root.querySelectorAll(".highlight pre, .wy-table-responsive, dt.sig, div.math")) {
-      if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) box.tabIndex = 0;
+
+  const menu = document.querySelector(".wy-nav-top button");
+  const side = document.querySelector(".wy-nav-side");
+  new MutationObserver(() => menu.setAttribute("aria-expanded", side.classList.contains("shift"))).observe(side, {
+    attributeFilter: ["class"],
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && side.classList.contains("shift")) {
+      menu.click();
+      menu.focus();
     }
-  };
-  makeReachable(document);
-  document.addEventListener("toggle", (event) => makeReachable(event.target), true);
-  const footer = document.querySelector("footer");
-  footer?.querySelector("[role=contentinfo]")?.removeAttribute("role");
-  footer?.setAttribute("role", "contentinfo");
+  });
 });
+for (const event of ["load", "resize"]) window.addEventListener(event, markScrollingBoxes);
+// What stands in a fold has no size before it is opened.
+document.addEventListener("toggle", markScrollingBoxes, true);

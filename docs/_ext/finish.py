@@ -1,0 +1,131 @@
+"""The last touch to each finished page, where the theme and sphinx-gallery leave something to be wished for.
+
+- A Content-Security-Policy: nothing from any other host, and no script or style in the page but those that stand in it
+  when it is built, each by its hash.
+- Images say their size, so that nothing moves when they arrive.
+- Scripts wait until the page is shown.
+- Roles and texts for screen readers, and the thumbnails' captions as text.
+
+A page that is finished already comes out as it went in.
+"""
+
+import base64
+import hashlib
+import html
+import re
+from pathlib import Path
+
+import imagesize
+
+_CHARSET = '<meta charset="utf-8" />'
+_POLICY = re.compile(r'\n  <meta http-equiv="Content-Security-Policy" content="[^"]*">')
+_INLINE_SCRIPT = re.compile(r"<script(?![^>]*\ssrc=)[^>]*>(.+?)</script>", re.DOTALL)
+_INLINE_STYLE = re.compile(r"<style[^>]*>(.+?)</style>", re.DOTALL)
+_STYLE_ATTRIBUTE = re.compile(r'<[a-z][^<>]*\sstyle="([^"]*)"')
+
+
+def policy(page: str) -> str:
+    """What a page may load and run. 'self' is its own site, and from a folder its own files."""
+    scripts = {_hash(text) for text in _INLINE_SCRIPT.findall(page)}
+    styles = {_hash(text) for text in _INLINE_STYLE.findall(page)}
+    attributes = {_hash(html.unescape(text)) for text in _STYLE_ATTRIBUTE.findall(page)}
+    hashed = ["'unsafe-hashes'", *attributes] if attributes else []  # its name notwithstanding: only what is listed
+    rules = {
+        "default-src": ["'none'"],
+        "script-src": ["'self'", *sorted(scripts)],
+        "style-src": ["'self'", *sorted({*hashed, *styles})],
+        "img-src": ["'self'", "data:"],
+        "font-src": ["'self'", "data:"],
+        "connect-src": ["'self'"],
+        "form-action": ["'self'"],
+        "base-uri": ["'none'"],
+    }
+    return "; ".join(" ".join((name, *sources)) for name, sources in rules.items())
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def with_policy(page: str) -> str:
+    page = _POLICY.sub("", page)
+    meta = f'\n  <meta http-equiv="Content-Security-Policy" content="{policy(page)}">'
+    return page.replace(_CHARSET, _CHARSET + meta, 1)
+
+
+def with_image_sizes(page: str, folder: Path) -> str:
+    """Every image of the site with its width and height; all but the first are loaded when they come near."""
+    seen = 0
+
+    def sized(match: re.Match) -> str:
+        nonlocal seen
+        seen += 1
+        tag, source = match[0], re.search(r'\ssrc="([^":]+)"', match[0])
+        if source is None or " width=" in tag or not (folder / source[1]).is_file():
+            return tag
+        width, height = imagesize.get(folder / source[1])
+        lazy = ' loading="lazy"' if seen > 1 else ""
+        return tag.replace("<img", f'<img width="{round(width)}" height="{round(height)}"{lazy}', 1)
+
+    return re.sub(r"<img\s[^>]*>", sized, page)
+
+
+def with_waiting_scripts(page: str) -> str:
+    page = re.sub(r'<script(?![^>]*\sdefer)([^>]*\ssrc=")', r"<script defer\1", page)
+    # A module waits for the scripts above it, and jQuery is one of those.
+    return re.sub(r"<script>(?=\s*jQuery)", '<script type="module">', page)
+
+
+def with_roles(page: str) -> str:
+    """Roles and elements that say what a thing is."""
+    page = page.replace('class="caption" role="heading">', 'class="caption" role="heading" aria-level="2">')
+    if '<footer role="contentinfo">' not in page:
+        page = page.replace("<footer>", '<footer role="contentinfo">').replace('<div role="contentinfo">', "<div>")
+    # docutils writes this line and the theme one like it.
+    page = page.replace('<meta name="viewport" content="width=device-width, initial-scale=1" />', "", 1)
+    # A list with links among its items is none, and neither is one of definitions without terms.
+    page = page.replace(' role="doc-biblioentry"', "").replace('<div role="list" class=', "<div class=")
+    return re.sub(r'<dl>\n((?:<dd><em class="sig-param">.*?</dd>\n)+)</dl>', _signature, page)
+
+
+def _signature(match: re.Match) -> str:
+    lines = match[1].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>")
+    return f'<span class="sig-lines">\n{lines}</span>'
+
+
+def with_captions(page: str) -> str:
+    """Thumbnails whose title is the link, above the page's promise.
+
+    sphinx-gallery lays a link without text over the picture and keeps the promise for a tooltip, which a finger never
+    sees.
+    """
+    return re.sub(
+        r'<div class="sphx-glr-thumbcontainer" tooltip="([^"]*)">(<img[^>]*>)\s*'
+        r'<p><a class="reference internal" href="([^"]*)">.*?</p>\s*'
+        r'<div class="sphx-glr-thumbnail-title">(.*?)</div>',
+        r'<div class="sphx-glr-thumbcontainer">\2\n'
+        r'<p class="sphx-glr-thumbnail-title"><a href="\3">\4</a></p>\n<p class="promise">\1</p>',
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def finish(page: str, folder: Path) -> str:
+    """The page, which lies in `folder`, with all of it."""
+    page = with_captions(with_roles(with_waiting_scripts(page)))
+    return with_policy(with_image_sizes(page, folder))
+
+
+def _build_finished(app, exception) -> None:
+    if exception or app.builder.format != "html":
+        return
+    for path in sorted(Path(app.outdir).rglob("*.html")):
+        text = path.read_text(encoding="utf-8")
+        if (finished := finish(text, path.parent)) != text:
+            path.write_text(finished, encoding="utf-8")
+
+
+def setup(app) -> dict:
+    # After what else writes pages, with priority 500.
+    app.connect("build-finished", _build_finished, priority=700)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,44 @@
+"""What tests of kernels share: the device, tests with made-up inputs, and how close to torch is close enough."""
+
+import math
+
+import pytest
+import torch
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+# A test with inputs that hypothesis makes up: a few, always the same; in `make fuzz` many, and new ones each time.
+FEW = 30
+_MANY = [pytest.mark.slow, pytest.mark.timeout(3600)]
+FUZZ = pytest.mark.parametrize(
+    "fuzz", [FEW, *(pytest.param(50, marks=_MANY, id=f"50-{i}") for i in range(16))], indirect=True
+)
+
+
+def assert_as_accurate_as_torch(ours, torchs, reference, *, factor=2.0, floor=1e-7):
+    """Our error against a float64 reference is at most `factor` times torch's own, plus a stated floor.
+
+    The error is the largest difference, relative to the largest magnitude of the reference. NaN and infinities must
+    stand in the same places as in the reference rounded to the dtype.
+    """
+    assert ours.dtype == torchs.dtype and ours.shape == torchs.shape and ours.device == torchs.device
+    expected = reference.to(ours.dtype)
+    finite = expected.isfinite()
+    torch.testing.assert_close(ours[~finite], expected[~finite], rtol=0, atol=0, equal_nan=True)
+    if not finite.any():
+        return
+    scale = reference[finite].abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+
+    def error(x):
+        return ((x[finite].double() - reference[finite].double()).abs().max() / scale).item()
+
+    ours_error, torchs_error = error(ours), error(torchs)
+    eps = torch.finfo(ours.dtype).eps
+    # Rounding the exact result would err by eps / 2: that torch erred by less in a few numbers is its luck. And its
+    # attention reads what lies between the rows of some strided inputs: NaN is no error to compare with.
+    torchs_error = eps if math.isnan(torchs_error) else max(torchs_error, eps / 4)
+    # `not <=` instead of `>`: a NaN error fails too.
+    if not ours_error <= factor * torchs_error + floor:
+        raise AssertionError(
+            f"error {ours_error:.2e} against float64, torch's own is {torchs_error:.2e}, floor {floor:.0e}"
+        )

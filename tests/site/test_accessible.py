@@ -1,0 +1,115 @@
+"""What a reader with a keyboard, a screen reader or a magnifier meets."""
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from conftest import CHROMIUM, PAGES, each_kind
+
+RESULTS = "search.html?q=softmax"
+
+
+@pytest.mark.parametrize("page_name", [*PAGES, RESULTS])
+def test_axe_finds_nothing_serious(open_page, node_modules, page_name):
+    axe = (node_modules / "axe-core" / "axe.min.js").read_text()
+    for width in (360, 1280):
+        page = open_page(page_name, width=width)
+        if page_name == RESULTS:
+            page.locator("#search-results li p.context").first.wait_for()
+        page.evaluate(axe)
+        for theme in ("light", "dark"):
+            page.evaluate("theme => document.documentElement.dataset.mode = theme", theme)
+            found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+            bad = [
+                f"{rule['id']}: {node['html'][:160]} {node['failureSummary']}"
+                for rule in found
+                for node in rule["nodes"][:3]
+                if rule["impact"] in ("serious", "critical")
+            ]
+            assert bad == [], f"at {width} pixels, {theme}"
+
+
+TABBABLE = """() => [...document.querySelectorAll('a[href], button, input, summary, [tabindex="0"]')].filter(
+  e => e.type !== 'hidden' && e.checkVisibility({visibilityProperty: true}))"""
+
+
+@each_kind
+@pytest.mark.parametrize("width", [360, 1440])
+def test_keyboard_reaches_everything_and_shows_where_it_is(open_page, page_name, width):
+    page = open_page(page_name, width=width)
+    page.evaluate(f"window.expected = ({TABBABLE})(); window.reached = new Map()")
+    skip_link = None
+    for _ in range(page.evaluate("expected.length") + 5):
+        page.keyboard.press("Tab")
+        if skip_link is None:
+            skip_link = page.evaluate("document.activeElement.className")
+        page.evaluate(
+            "() => { const e = document.activeElement, s = getComputedStyle(e);"
+            " reached.set(e, s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) > 0); }"
+        )
+    assert skip_link == "skip-link"
+    assert page.evaluate("expected.filter(e => !reached.has(e)).map(e => e.outerHTML.slice(0, 120))") == []
+    shown = "expected.filter(e => !reached.get(e)).map(e => e.outerHTML.slice(0, 120))"
+    assert page.evaluate(shown) == [], "no focus ring"
+
+
+def test_skip_link_leads_past_the_navigation(open_page):
+    page = open_page("index.html")
+    page.keyboard.press("Tab")
+    assert page.locator(".skip-link").is_visible() and page.locator(".skip-link").bounding_box()["y"] >= 0
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.querySelector('#content').contains(document.activeElement)")
+
+
+def test_menu_of_a_phone_opens_and_closes_by_keyboard(open_page):
+    page = open_page("index.html", width=360)
+    menu, entry = page.get_by_role("button", name="Menu"), page.get_by_role("link", name="Installation").first
+    assert not entry.is_visible()
+    menu.press("Enter")
+    entry.wait_for()
+    assert menu.get_attribute("aria-expanded") == "true"
+    page.keyboard.press("Escape")
+    assert menu.get_attribute("aria-expanded") == "false" and menu.evaluate("e => e === document.activeElement")
+
+
+# The validator's table of MathML is older than MathML Core, where every element has these attributes.
+THEIRS = (
+    "Attribute “displaystyle” not allowed on element “mfrac”",
+    "Attribute “scriptlevel” not allowed on element “mfrac”",
+)
+
+
+def test_html_is_valid(site, node_modules):
+    java = shutil.which("java")
+    if java is None:
+        pytest.skip("SITE NOT TESTED: no Java for the HTML validator")
+    jar = node_modules / "vnu-jar" / "build" / "dist" / "vnu.jar"
+    command = [java, "-jar", jar, "--errors-only", "--format", "json", *(site / name for name in PAGES)]
+    messages = json.loads(subprocess.run(command, capture_output=True, text=True).stderr)["messages"]
+    errors = {f"{m['url'].partition('/html/')[2]}:{m.get('lastLine')}: {m['message']}" for m in messages}
+    assert sorted(error for error in errors if not any(text in error for text in THEIRS)) == []
+
+
+LEAST = {"performance": 0.95, "accessibility": 0.98, "best-practices": 0.98, "seo": 0.98}
+
+
+@pytest.mark.slow
+@each_kind
+def test_lighthouse(server, node_modules, page_name, record_property):
+    """Slow: what it says about speed is true only on a machine that does nothing else."""
+    if CHROMIUM is None:
+        pytest.skip("SITE NOT TESTED: no Chromium on this machine")
+    command = ["node", node_modules / "lighthouse" / "cli" / "index.js", server + page_name, "--quiet", "--output=json"]
+    command += ["--chrome-flags=--headless --no-sandbox", f"--only-categories={','.join(LEAST)}"]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CHROME_PATH": CHROMIUM})
+    assert run.returncode == 0, run.stderr[-2000:]
+    report = json.loads(run.stdout)
+    scores = {name: category["score"] for name, category in report["categories"].items()}
+    record_property("scores", scores)
+    print(page_name, scores)
+    poor = [name for name, audit in report["audits"].items() if audit["score"] is not None and audit["score"] < 0.9]
+    assert all(scores[name] >= least for name, least in LEAST.items()), (scores, poor)

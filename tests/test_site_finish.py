@@ -1,0 +1,167 @@
+"""The extensions that finish pages and figures: bundle, figures, finish, mathml."""
+
+import base64
+import colorsys
+import hashlib
+import re
+
+import bundle
+import figures
+import finish
+import mathml
+import matplotlib.pyplot as plt
+import pytest
+from docutils import nodes
+
+HEAD = '<html data-content_root="../">\n<head>\n  <meta charset="utf-8" />\n{}\n</head>\n<body>\n{}\n</body>\n</html>\n'
+
+
+def sha(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def luminance(color: str) -> float:
+    """WCAG's, of #rrggbb."""
+    rgb = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def hue(color: str) -> float:
+    return colorsys.rgb_to_hls(*(int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)))[0]
+
+
+# The palette that the gallery draws with
+PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
+
+
+@pytest.mark.parametrize("color", PALETTE)
+def test_dark_ink_is_seen_on_the_page_and_text_on_a_dark_area(color):
+    page, text = figures.dark("#ffffff"), figures.dark("#000000")
+    assert contrast(page, text) > 12
+    assert contrast(figures.dark(color), page) >= 4.5
+    assert contrast(figures.dark(color, area=True), text) >= 4.5
+    for area in (False, True):
+        assert abs(hue(figures.dark(color, area)) - hue(color)) < 0.05
+
+
+def test_svg_gets_one_rule_for_each_of_its_colours(tmp_path):
+    plt.figure()
+    plt.plot([0, 1], color="#0072b2")
+    plt.fill_between([0, 1], [1, 2], color="#d55e00")
+    plt.title("A title")
+    plt.savefig(tmp_path / "figure.svg")
+    plt.close()
+    before = (tmp_path / "figure.svg").read_text()
+    after = figures.with_dark_rules(before)
+    rules = re.search(r"<style>@media \(prefers-color-scheme: dark\) \{(.*?)</style>", after)[1]
+    for kind, color in re.findall(r"(fill|stroke): (#[0-9a-f]{6})", before):
+        assert f'[style*="{kind}: {color}"]{{{kind}:{figures.dark(color)}!important}}' in rules
+    assert "svg{fill:" in rules and "<metadata>" in before and "<metadata>" not in after
+    assert len(after) < len(before) and figures.with_dark_rules(after) == after
+
+
+def test_drawing_of_another_program_stays():
+    assert figures.with_dark_rules('<svg><path style="fill: #000000"/></svg>').count("<style>") == 0
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def test_formula_becomes_mathml_in_one_line():
+    formula = mathml.mathml(nodes.math_block("", r"\frac{a}{b}"))
+    assert formula.startswith("<math ") and 'display="block"' in formula and "\n" not in formula
+    assert "<mfrac><mi>a</mi><mi>b</mi></mfrac>" in formula
+
+
+def test_formula_that_is_unknown_is_a_warning(caplog, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(mathml.logger, "warning", lambda *args, **kwargs: warnings.append((args, kwargs)))
+    node = nodes.math("", r"\nosuchthing x")
+    mathml.mathml(node)
+    ((_, error), where) = warnings[0]
+    assert "nosuchthing" in str(error) and where == {"location": node}
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_policy_lists_the_hash_of_what_stands_in_the_page(tmp_path):
+    page = HEAD.format("<script>one()</script>", '<script>\ntwo()\n</script><p style="color: &quot;red&quot;"></p>')
+    finished = finish.finish(page, tmp_path)
+    policy = re.search(r'content="([^"]*)"', finished)[1]
+    script_src, style_src = (re.search(rf"{name} ([^;]*);", policy)[1] for name in ("script-src", "style-src"))
+    assert set(script_src.split()) == {"'self'", sha("one()"), sha("\ntwo()\n")}
+    assert set(style_src.split()) == {"'self'", "'unsafe-hashes'", sha('color: "red"')}
+    assert finished.index("Content-Security-Policy") < finished.index("<script>")
+    assert finish.finish(finished, tmp_path) == finished
+
+
+def test_policy_without_scripts_in_the_page_allows_only_files(tmp_path):
+    assert "script-src 'self'; style-src 'self';" in finish.finish(HEAD.format("", ""), tmp_path)
+
+
+def test_images_say_their_size_and_the_later_ones_wait(tmp_path):
+    (tmp_path / "a.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg" width="72pt" height="36pt"></svg>')
+    page = '<img src="a.svg"><img alt="" src="a.svg"><img src="a.svg" width="5"><img src="https://x/y.png">'
+    finished = finish.with_image_sizes(page, tmp_path)
+    assert finished.startswith(
+        '<img width="96" height="48" src="a.svg"><img width="96" height="48" loading="lazy" alt='
+    )
+    assert finished.endswith('<img src="a.svg" width="5"><img src="https://x/y.png">')
+
+
+def test_thumbnail_is_a_link_with_a_caption():
+    card = (
+        '<div class="sphx-glr-thumbcontainer" tooltip="A promise."><img alt="" src="x.svg" />\n'
+        '<p><a class="reference internal" href="x.html"><span class="doc">Title</span></a></p>\n'
+        '  <div class="sphx-glr-thumbnail-title">Title</div>\n</div>'
+    )
+    assert finish.with_captions(card * 2) == 2 * (
+        '<div class="sphx-glr-thumbcontainer"><img alt="" src="x.svg" />\n'
+        '<p class="sphx-glr-thumbnail-title"><a href="x.html">Title</a></p>\n<p class="promise">A promise.</p>\n</div>'
+    )
+
+
+def test_signature_is_no_list_of_definitions():
+    signature = '<dl>\n<dd><em class="sig-param">x</em>,</dd>\n<dd><em class="sig-param">y</em>,</dd>\n</dl>'
+    lists = "<dl>\n<dt>a</dt>\n<dd>b</dd>\n</dl>"
+    finished = finish.with_roles(signature + lists)
+    assert finished.endswith(lists) and finished.count("<dd>") == 1 and finished.count('<span class="sig-line">') == 2
+
+
+def test_page_loads_one_bundle_of_each_kind(tmp_path):
+    (tmp_path / "css").mkdir()
+    (tmp_path / "css" / "theme.css").write_text("a { background: url(fonts/x.woff2), url('y.png'), url(data:z) }")
+    (tmp_path / "late.css").write_text('b { background: url("w.png") }')
+    style = '  <link rel="stylesheet" type="text/css" href="../_static/{}?v=1" />\n'
+    script = '  <script defer src="../_static/{}?v=1"></script>\n'
+    head = style.format("css/theme.css") + "  <title>T</title>\n" + style.format("sphinx-design.min.css")
+    head += style.format("late.css") + "".join(map(script.format, ("a.js", "searchtools.js", "design-tabs.js")))
+    written = {}
+
+    def write(suffix: str, names: list[str]) -> str:
+        written[suffix] = names
+        return f"bundle-1.{suffix}"
+
+    page = bundle.bundled(HEAD.format(head, "text"), write)
+    assert written == {"css": ["css/theme.css", "late.css"], "js": ["a.js"]}
+    assert re.findall(r'(?:src|href)="([^"]*)"', page) == [
+        "../_static/bundle-1.css",
+        "../_static/bundle-1.js",
+        "../_static/searchtools.js?v=1",
+    ]
+    assert bundle.bundled(page, write) == page
+    bundle.bundled(HEAD.format(head, '<div class="sd-tab-set">'), write)
+    assert written["css"][1] == "sphinx-design.min.css" and written["js"] == ["a.js", "design-tabs.js"]
+    text = bundle.contents(tmp_path, ["css/theme.css", "late.css"])
+    assert text.startswith("/* css/theme.css late.css */\n")
+    assert """url(css/fonts/x.woff2), url('css/y.png'), url(data:z)""" in text and 'url("w.png")' in text
