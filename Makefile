@@ -36,7 +36,7 @@ html-fast: $(or $(INSTALLED),check-site)  ## Build the site without executing pa
 page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
 
 serve: $(or $(INSTALLED),check-serve)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
-	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE)) \
+	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) -A live=1 $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE)) \
 	  --watch examples --watch src --ignore "*/_generated/*" --ignore "*/tutorials/*" --ignore "*/python-api/generated/*" \
 	  --ignore "*/__pycache__/*" --port 8000 docs build/html
 

@@ -109,6 +109,10 @@ def test_policy_without_scripts_in_the_page_allows_only_files(tmp_path):
     assert "script-src 'self'; style-src 'self';" in finish.finish(HEAD.format("", ""), tmp_path)
 
 
+def test_a_page_that_is_served_while_it_is_written_has_no_policy(tmp_path):
+    assert "Content-Security-Policy" not in finish.finish(HEAD.format("", ""), tmp_path, live=True)
+
+
 def test_images_say_their_size_and_the_later_ones_wait(tmp_path):
     (tmp_path / "a.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg" width="72pt" height="36pt"></svg>')
     page = '<img src="a.svg"><img alt="" src="a.svg"><img src="a.svg" width="5"><img src="https://x/y.png">'

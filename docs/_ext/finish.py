@@ -110,10 +110,10 @@ def with_captions(page: str) -> str:
     )
 
 
-def finish(page: str, folder: Path) -> str:
-    """The page, which lies in `folder`, with all of it."""
-    page = with_captions(with_roles(with_waiting_scripts(page)))
-    return with_policy(with_image_sizes(page, folder))
+def finish(page: str, folder: Path, live: bool = False) -> str:
+    """The page, which lies in `folder`, with all of it; but for the policy where a server adds a script that reloads."""
+    page = with_image_sizes(with_captions(with_roles(with_waiting_scripts(page))), folder)
+    return page if live else with_policy(page)
 
 
 def _build_finished(app, exception) -> None:
@@ -121,7 +121,7 @@ def _build_finished(app, exception) -> None:
         return
     for path in sorted(Path(app.outdir).rglob("*.html")):
         text = path.read_text(encoding="utf-8")
-        if (finished := finish(text, path.parent)) != text:
+        if (finished := finish(text, path.parent, app.config.html_context.get("live", False))) != text:
             path.write_text(finished, encoding="utf-8")
 
 
