@@ -425,9 +425,10 @@ def test_solutions_are_folded_in_html_alone(builder, tmp_path):
         app.cleanup()
     assert "It is 42." in pages[0] and pages[0].count("<details") == (builder == "html")
     if builder == "html":
-        _, before, folded = pages[0].partition('<details class="solution"><summary><h3>Solution 1: a product')
+        heading = '<details class="solution"><summary><h3 class="rubric">Solution 1: a product'
+        before, found, folded = pages[0].partition(heading)
         inside, _, after = folded.partition("</details>")
-        assert before and "It is 42." in inside and "References" in after and 'href="#solution-1-a-product"' in inside
+        assert found and "It is 42." in inside and "References" in after and 'id="solution-1-a-product"' in before
 
 
 # --- inventories ------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def with_captions(page: str) -> str:
 
 
 def finish(page: str, folder: Path, live: bool = False) -> str:
-    """The page, which lies in `folder`, with all of it; but for the policy where a server adds a script that reloads."""
+    """The page, which lies in `folder`, with all of it; without the policy where a server adds a script of its own."""
     page = with_image_sizes(with_captions(with_roles(with_waiting_scripts(page))), folder)
     return page if live else with_policy(page)
 

@@ -17,10 +17,12 @@ def _fold(app, doctree: nodes.document, docname: str) -> None:
             for solution in section.children:
                 if isinstance(solution, nodes.section):
                     title, *rest = solution.children
+                    # A rubric is a heading without a link to itself, and what opens a box may hold no link.
+                    heading = nodes.rubric(title.rawsource, "", *title.children, **{"heading-level": 3})
                     opened, body, closed = map(
                         _html, ('<details class="solution"><summary>', "</summary>", "</details>")
                     )
-                    solution[:] = [opened, title, body, *rest, closed]
+                    solution[:] = [opened, heading, body, *rest, closed]
 
 
 def _html(text: str) -> nodes.raw:
