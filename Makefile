@@ -21,7 +21,7 @@ SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 DRAFT = $(SPHINX) -A draft=1
 PAGES = $(or $(PAGE),[0-9]*)
 
-.PHONY: help html html-fast page serve publish test audit fuzz test-triton evidence lint bench record linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
+.PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
 .DEFAULT_GOAL := help
 
 help:  ## List these commands
@@ -44,7 +44,10 @@ publish: html  ## Add the site to the versions in DEST=build/site as VERSION=...
 	$(PY) docs/_ext/publish.py build/html $(or $(DEST),build/site) $(VERSION)
 
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
-	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow" --ignore tests/site
+
+test-site: $(or $(INSTALLED),check-tests)  ## Test the site that `make html` built, in a browser
+	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow" tests/site
 
 audit: $(or $(INSTALLED),check-tests)  ## Rate the built site with Lighthouse, on a machine that does nothing else
 	$(PY) -m pytest -n 0 -m slow -s tests/site
