@@ -135,6 +135,13 @@ def test_thumbnail_is_a_link_with_a_caption():
     )
 
 
+def test_no_style_is_left_for_a_search_to_trip_over():
+    table = '<div style="overflow-x: auto"><table><colgroup><col style="width: 22.0%" /></colgroup></table></div>'
+    assert finish.with_roles(table) == "<div><table><colgroup><col /></colgroup></table></div>"
+    label = '<label aria-controls="a-content" class="sd-tab-label" for="a">A</label>'
+    assert finish.with_roles(label) == '<label class="sd-tab-label" for="a">A</label>'
+
+
 def test_signature_is_no_list_of_definitions():
     signature = '<dl>\n<dd><em class="sig-param">x</em>,</dd>\n<dd><em class="sig-param">y</em>,</dd>\n</dl>'
     lists = "<dl>\n<dt>a</dt>\n<dd>b</dd>\n</dl>"

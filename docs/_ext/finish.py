@@ -83,8 +83,9 @@ def with_roles(page: str) -> str:
         page = page.replace("<footer>", '<footer role="contentinfo">').replace('<div role="contentinfo">', "<div>")
     # docutils writes this line and the theme one like it.
     page = page.replace('<meta name="viewport" content="width=device-width, initial-scale=1" />', "", 1)
-    # The style sheet has this one, too; it is for notebooks. A search that reads the page would trip over the policy.
-    page = page.replace(' style="overflow-x: auto"', "")
+    # A search reads pages, and would trip over the policy for each style in them. Columns find their widths by what is
+    # in them, and the other style is for notebooks: here the style sheet has it.
+    page = re.sub(r'<col style="width: [^"]*" />', "<col />", page).replace(' style="overflow-x: auto"', "")
     # sphinx-design's tabs are radio buttons, and their labels control nothing by themselves.
     page = re.sub(r'(<label(?=[^>]*sd-tab-label)[^>]*?) aria-controls="[^"]*"', r"\1", page)
     # A list with links among its items is none, and neither is one of definitions without terms.

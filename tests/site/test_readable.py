@@ -65,7 +65,7 @@ def test_figures_are_dark_on_dark_pages(open_page):
         figure.scroll_into_view_if_needed()
         page.wait_for_timeout(200)
         means[theme] = ImageStat.Stat(Image.open(io.BytesIO(figure.screenshot())).convert("L")).mean[0]
-    assert means["light"] == means["auto"] > 230 and means["dark"] < 60
+    assert means["light"] == means["auto"] > 180 and means["dark"] < 90  # a figure with coloured areas
 
 
 def test_every_figure_is_an_svg_for_both_palettes(site):
