@@ -67,7 +67,7 @@ def test_a_twin_holds_code_formulas_and_figures(site, example):
 def test_search_finds(open_page, words, page):
     opened = open_page(f"search.html?q={words.replace(' ', '+')}")
     opened.wait_for_selector("#search-results ul.search li a")
-    opened.wait_for_function("document.querySelector('.search-summary')?.textContent.includes('finished')")
+    opened.locator(".search-summary", has_text="finished").wait_for()
     links = opened.eval_on_selector_all("#search-results ul.search li > a", "links => links.map(a => a.href)")
     assert [link for link in links[:5] if page in link], links[:5]
 
