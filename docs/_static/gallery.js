@@ -28,6 +28,14 @@ function markScrollingBoxes() {
   });
 }
 
+// Once for all that happens before the next picture of the page, which needs the layout anyway.
+let nextMarking = 0;
+
+function markSoon() {
+  cancelAnimationFrame(nextMarking);
+  nextMarking = requestAnimationFrame(markScrollingBoxes);
+}
+
 // From a folder the browser lets no page read another, so a search shows no passages there.
 if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
 
@@ -36,7 +44,7 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const button of document.querySelectorAll(".theme-choice")) button.addEventListener("click", chooseNext);
 
   // The theme puts boxes around tables, and a search brings results.
-  new MutationObserver(markScrollingBoxes).observe(document.body, { childList: true, subtree: true });
+  new MutationObserver(markSoon).observe(document.body, { childList: true, subtree: true });
 
   // The list of the page's sections is open where it has a place of its own beside the text.
   const list = document.querySelector(".on-this-page");
@@ -59,6 +67,6 @@ document.addEventListener("DOMContentLoaded", () => {
     }
   });
 });
-for (const event of ["load", "resize"]) window.addEventListener(event, markScrollingBoxes);
+for (const event of ["load", "resize"]) window.addEventListener(event, markSoon);
 // What stands in a fold has no size before it is opened.
-document.addEventListener("toggle", markScrollingBoxes, true);
+document.addEventListener("toggle", markSoon, true);
