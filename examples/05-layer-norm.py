@@ -495,9 +495,9 @@ tg.codegen.inspect(
 )
 
 # %%
-# The forward kernel holds one tile. The backward kernel holds four, `x`, `dy` and the sums for `dw` and `db`,
-# and uses the registers to match. On NVIDIA's GPUs it has shared memory as well: that is where the loads of later
-# tiles wait, which the pipelined loop started ahead of time.
+# At this length the forward kernel is the one with two blocks, which hold a row. The backward kernel holds four
+# tiles, `x`, `dy` and the sums for `dw` and `db`, and uses the registers to match. On NVIDIA's GPUs it has shared
+# memory as well: that is where the loads of later tiles wait, which the pipelined loop started ahead of time.
 #
 # Here is the kernel from the top of the page line by line, at 1024 columns, where a tile has two rows. The line with
 # `tl.where` became a select for each number, `FSEL` in SASS, and no branch.

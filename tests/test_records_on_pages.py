@@ -52,9 +52,9 @@ def commit(folder: Path, record: dict) -> None:
 
 @pytest.fixture
 def build(tmp_path):
-    """Build a site of one page and return what a browser gets, and the warnings."""
+    """Build a site of one page and return its text, the warnings, what a browser gets, and the site's folder."""
 
-    def build(text: str, *extensions: str) -> tuple[str, str]:
+    def build(text: str, *extensions: str) -> tuple[str, str, str, Path]:
         site = tmp_path / "site"
         site.mkdir(exist_ok=True)
         (site / "conf.py").write_text(f"extensions = {['sphinx_design', *extensions]}\n")
