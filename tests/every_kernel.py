@@ -45,6 +45,8 @@ CALLS = [
     (lambda x, w, b: tg.layer_norm(x, (9, 13), w, b), [random(65, 9, 13, dtype=F32), *random(2, 9, 13, dtype=F32)]),
     (lambda x, w: tg.rms_norm(x, (40999,), w), [random(3, 40999), random(40999)]),
     (lambda x: tg.layer_norm(x, (9001,)), [random(5, 9001)]),
+    (lambda x, w, b: tg.layer_norm(x, (9008,), w, b), [random(300, 9008), random(9008), random(9008)]),
+    (lambda x: tg.rms_norm(x, (12304,)), [random(3, 12304)]),
     (tg.matmul, [random(65, 129), random(129, 33)]),
     (tg.matmul, [random(65, 128), random(128, 48)]),
     (tg.matmul, [random(3, 65, 129, dtype=F32), random(129, 33, dtype=F32)]),

@@ -146,6 +146,19 @@ def test_long_rows_match_torch_with_the_shipped_blocks(n_cols, device, monkeypat
     check("layer_norm", x, (n_cols,), make_params("layer_norm", (n_cols,), x.dtype, device))
 
 
+@NORMS
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("n_cols", [8208, 12288, 16384])
+def test_rows_that_wait_in_shared_memory_match_torch(norm, dtype, n_cols, device, monkeypatch):
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(module, "_DWDB_COLS", 64)
+    # On Hopper each program has several rows.
+    x = (torch.randn(2 if DEVICE.type == "cpu" else 300, n_cols, device=device) + 0.5).to(dtype)
+    params = make_params(norm, (n_cols,), dtype, device)
+    check(norm, x, (n_cols,), params)
+    check(norm, x[1:], (n_cols,), [None if p is None else p.float() for p in params])
+
+
 @pytest.mark.parametrize("weight", [True, False], ids=["weight", "no_weight"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("n_cols", [16, 77], ids=["short", "long"])
@@ -444,8 +457,12 @@ def test_layer_norm_second_derivative_in_16_bits(device):
 
 
 @NORMS
-@pytest.mark.parametrize("n_cols", [24, 77], ids=["short", "long"])
-def test_gradients_repeat_bit_for_bit(norm, n_cols, device, small_blocks):
+@pytest.mark.parametrize("n_cols", [24, 77, 8208], ids=["short", "long", "in shared memory"])
+def test_gradients_repeat_bit_for_bit(norm, n_cols, device, request):
+    if n_cols < 8192:
+        request.getfixturevalue("small_blocks")
+    elif DEVICE.type == "cpu":
+        pytest.skip("this kernel is for Hopper")
     n_rows = 20 if DEVICE.type == "cpu" else 2000
     x, dy = torch.randn(2, n_rows, n_cols, device=device).bfloat16()
     params = make_params(norm, (n_cols,), x.dtype, device)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import hopper
 from ._launch import (
     FLOATS,
     apply,
@@ -14,6 +15,7 @@ from ._launch import (
     check_same_device,
     check_tensor,
     differentiable,
+    is_hopper,
     is_transformed,
     launch,
     needs_autograd,
@@ -425,6 +427,31 @@ def _empty_gradients(
     return dx, dw, db
 
 
+def _partials(
+    n_programs: int, n_cols: int, rstd: torch.Tensor, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None
+) -> list[torch.Tensor | None]:
+    """A row for each program to add up its share of dw in, and one for db; None for what is not asked for."""
+    return [scratch((n_programs, n_cols), rstd.dtype, rstd.device) if dtype else None for dtype in (dw_dtype, db_dtype)]
+
+
+def _sum_partials(
+    dw_partial: torch.Tensor | None,
+    db_partial: torch.Tensor | None,
+    dw: torch.Tensor,
+    db: torch.Tensor,
+    max_programs: int,  # the most that there are on this GPU, so that all numbers of rows share a compilation
+) -> None:
+    partial = db_partial if dw_partial is None else dw_partial
+    if partial is None:
+        return
+    n_partials, n_cols = partial.shape
+    launch(
+        _layer_norm_bwd_dwdb_kernel, (cdiv(n_cols, _DWDB_COLS),),
+        dw_partial, db_partial, None if dw_partial is None else dw, None if db_partial is None else db,
+        n_partials, n_cols, BLOCK_P=next_power_of_2(max_programs), BLOCK_N=_DWDB_COLS, num_warps=8,
+    )  # fmt: skip
+
+
 @operator(fake=_empty_gradients)
 def _layer_norm_bwd(
     dy: torch.Tensor,
@@ -447,6 +474,15 @@ def _layer_norm_bwd(
     mean, rstd = mean.contiguous() if mean.numel() else None, rstd.contiguous()
     shapes_and_strides = (n_rows, n_cols, dy.stride(0), dy.stride(1), x.stride(0))
 
+    resident = hopper.load("layer_norm") if is_hopper(x.device) else None
+    if resident is not None and resident.supports(dy, x, weight, n_cols):
+        max_programs = num_multiprocessors(x.device)
+        n_programs = min(max_programs, n_rows)
+        dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
+        resident.backward(dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_programs)
+        _sum_partials(dw_partial, db_partial, dw, db, max_programs)
+        return dx, dw, db
+
     block_m, block_n, num_warps, programs_per_sm = _bwd_blocks(x, n_cols)
     n_col_blocks = cdiv(n_cols, block_n)
     row_means = None
@@ -460,19 +496,13 @@ def _layer_norm_bwd(
     # As many programs as fit on the GPU at once, and no more: each of them adds a partial row.
     max_programs = programs_per_sm * num_multiprocessors(x.device)
     n_programs = min(max(1, max_programs // n_col_blocks), cdiv(n_rows, block_m))
-    dw_partial = scratch((n_programs, n_cols), rstd.dtype, x.device) if dw_dtype else None
-    db_partial = scratch((n_programs, n_cols), rstd.dtype, x.device) if db_dtype else None
+    dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
     launch(
         _layer_norm_bwd_kernel, (n_col_blocks, n_programs),
         dy, x, weight, mean, rstd, row_means, dx, dw_partial, db_partial, *shapes_and_strides,
         BLOCK_M=block_m, BLOCK_N=block_n, NUM_STAGES=3, num_warps=num_warps,
     )  # fmt: skip
-    if dw_dtype or db_dtype:
-        launch(
-            _layer_norm_bwd_dwdb_kernel, (cdiv(n_cols, _DWDB_COLS),),
-            dw_partial, db_partial, dw if dw_dtype else None, db if db_dtype else None, n_programs, n_cols,
-            BLOCK_P=next_power_of_2(max_programs), BLOCK_N=_DWDB_COLS, num_warps=8,
-        )  # fmt: skip
+    _sum_partials(dw_partial, db_partial, dw, db, max_programs)
     return dx, dw, db
 
 

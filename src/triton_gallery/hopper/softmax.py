@@ -32,13 +32,17 @@ def _update(x, m, s):
 
 
 @gluon.jit
-def _result(x, row_max, log2_sum, IS_LOG: gl.constexpr):
-    """exp(x - row_max) / sum as one power of 2, or its natural logarithm."""
+def _result(x, row_max, row_sum, log2_sum, DTYPE: gl.constexpr, IS_LOG: gl.constexpr):
+    """exp(x - row_max) / row_sum in DTYPE, or its natural logarithm."""
     LOG2_E: gl.constexpr = 1.4426950408889634
     if IS_LOG:
-        return x - row_max - log2_sum * (1 / LOG2_E)
+        out = x - row_max - log2_sum * (1 / LOG2_E)
+    elif DTYPE == gl.float32:
+        out = gl.exp(x - row_max) * (1 / row_sum)
     else:
-        return gl.exp2((x - row_max) * LOG2_E - log2_sum)
+        # One operation less. It costs some of the last of float32's bits, which a 16-bit result does not have.
+        out = gl.exp2((x - row_max) * LOG2_E - log2_sum)
+    return out.to(DTYPE)
 
 
 @gluon.jit
@@ -138,7 +142,8 @@ def _softmax_resident_fwd_kernel(
                 x = gl.where((c * CHUNK + cols >= begin) & (c * CHUNK + cols < end), x, -float("inf"))
             m, s = _update(x, m, s)
         row_max = gl.max(m, 0)
-        log2_sum = gl.log2(gl.sum(s * gl.exp(m - row_max), 0))
+        row_sum = gl.sum(s * gl.exp(m - row_max), 0)
+        log2_sum = gl.log2(row_sum)
 
         next_row = row + gl.num_programs(0)
         # After the last row the copies bring it again, and nobody reads them.
@@ -148,7 +153,7 @@ def _softmax_resident_fwd_kernel(
         out_row_ptr = out_ptr + out_vector * VECTOR
         for c in gl.static_range(N_CHUNKS):
             start = c * CHUNK_VECTORS
-            out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, log2_sum, IS_LOG).to(OUT)
+            out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
             if c >= N_FULL or (c == 0 and not ALIGNED):
                 _store(out_row_ptr + c * CHUNK + cols, out, start + vectors, numbers, begin, end, VECTOR, ALIGNED)
             else:
@@ -160,7 +165,7 @@ def _softmax_resident_fwd_kernel(
                 tail_mask = (first + tail_vectors < gl.cdiv(end, VECTOR)) & (numbers >= 0)
                 tail_ptrs = x_row_ptr + first * VECTOR + tail_cols
                 tail = gl.load(tail_ptrs, mask=tail_mask, other=-float("inf"), eviction_policy="evict_first")
-                tail_out = _result(_widen(tail, OUT), row_max, log2_sum, IS_LOG).to(OUT)
+                tail_out = _result(_widen(tail, OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
                 tail_out_ptrs = out_row_ptr + first * VECTOR + tail_cols
                 _store(tail_out_ptrs, tail_out, first + tail_vectors, numbers, 0, end, VECTOR, ALIGNED)
         row, x_row_ptr, begin = next_row, next_row_ptr, next_begin

@@ -1,0 +1,186 @@
+"""The backward pass of layer norm for long rows, in Gluon: a row waits on the chip between the two passes over it.
+
+Both means of a row must be known before the first element of its gradient, and the sums for weight and bias stay in
+registers from the first row to the last. For both there is no room in registers when rows are long. So the rows of x
+and dy, and the weight, live in shared memory, where the next rows arrive while this one is worked on.
+"""
+
+import torch
+
+from .._launch import cdiv, launch
+from ._gluon import async_copy, async_copy_to_shared, gl, gluon
+
+_NUM_WARPS = 16
+_CHUNK = _NUM_WARPS * 32 * 8  # elements: eight for each thread, 16 bytes of a 16-bit dtype
+_MAX_CHUNKS = 4
+# Rows in shared memory: one at work, one on its way. A third was slower.
+_STAGES = 2
+
+
+@gluon.jit
+def _copy_row(x_smem, dy_smem, slot, x_row_ptr, dy_row_ptr, cols, n_cols, N_CHUNKS: gl.constexpr, CHUNK: gl.constexpr):
+    """Start the copies of a row of x and of dy."""
+    for c in gl.static_range(N_CHUNKS):
+        mask = c * CHUNK + cols < n_cols
+        async_copy_to_shared(x_smem.index(slot * N_CHUNKS + c), x_row_ptr + c * CHUNK + cols, mask=mask)
+        async_copy_to_shared(dy_smem.index(slot * N_CHUNKS + c), dy_row_ptr + c * CHUNK + cols, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _load_chunk(
+    x_smem, dy_smem, weight_smem, slot, c: gl.constexpr, mean, rstd, N_CHUNKS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """x_hat, dy and dy * weight of a chunk."""
+    x_hat = (x_smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32) - mean) * rstd
+    dy = dy_smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32)
+    return x_hat, dy, dy * weight_smem.index(c).load(LAYOUT).to(gl.float32)
+
+
+@gluon.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon.jit(do_not_specialize=["n_rows"])
+def _layer_norm_bwd_resident_kernel(
+    dy_ptr,  # (n_rows, n_cols), rows 16-byte aligned
+    x_ptr,  # (n_rows, n_cols), rows 16-byte aligned
+    weight_ptr,  # (n_cols,) or None
+    mean_ptr,  # (n_rows,), or None for RMS norm
+    rstd_ptr,  # (n_rows,)
+    dx_ptr,  # (n_rows, n_cols)
+    dw_partial_ptr,  # (n_programs, n_cols) or None
+    db_partial_ptr,  # (n_programs, n_cols) or None
+    n_rows,
+    n_cols,
+    dy_row_stride,
+    x_row_stride,
+    N_CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Program i owns rows i, i + n_programs, ... and row i of the partial sums.
+
+    dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd with g = dy * weight and x_hat = (x - mean) * rstd;
+    dw = sum(dy * x_hat) and db = sum(dy).
+    """
+    CHUNK: gl.constexpr = num_warps * 32 * 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    WEIGHT: gl.constexpr = x_ptr.dtype.element_ty if weight_ptr is None else weight_ptr.dtype.element_ty
+    x_smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES * N_CHUNKS, CHUNK], SHARED)
+    dy_smem = gl.allocate_shared_memory(dy_ptr.dtype.element_ty, [STAGES * N_CHUNKS, CHUNK], SHARED)
+    weight_smem = gl.allocate_shared_memory(WEIGHT, [N_CHUNKS, CHUNK], SHARED)
+    cols = gl.arange(0, CHUNK, LAYOUT)
+    one = gl.arange(0, 1, ONE)
+    program = gl.program_id(0).to(gl.int64)
+    n_programs = gl.num_programs(0)
+    for k in gl.static_range(STAGES - 1):
+        # Past the last row the copies bring it again, and nobody reads them.
+        row = gl.minimum(program + k * n_programs, n_rows - 1)
+        _copy_row(
+            x_smem, dy_smem, k, x_ptr + row * x_row_stride, dy_ptr + row * dy_row_stride, cols, n_cols, N_CHUNKS, CHUNK
+        )
+    for c in gl.static_range(N_CHUNKS):
+        mask = c * CHUNK + cols < n_cols
+        if weight_ptr is not None:
+            weight_smem.index(c).store(gl.load(weight_ptr + c * CHUNK + cols, mask=mask, other=0.0))
+        else:
+            weight_smem.index(c).store(gl.full([CHUNK], 1.0, WEIGHT, LAYOUT))
+    dw = ()
+    db = ()
+    for _ in gl.static_range(N_CHUNKS):
+        dw += (gl.zeros([CHUNK], gl.float32, LAYOUT),)
+        db += (gl.zeros([CHUNK], gl.float32, LAYOUT),)
+    # Statistics are loaded a row ahead, as tensors of one element: a scalar would be waited for at once.
+    next_rstd = gl.load(rstd_ptr + program + one)
+    if mean_ptr is not None:
+        next_mean = gl.load(mean_ptr + program + one)
+    else:
+        next_mean = gl.zeros([1], gl.float32, ONE)
+    step = 0
+    row = program
+    while row < n_rows:
+        async_copy.wait_group(STAGES - 2)
+        ahead = gl.minimum(row + (STAGES - 1) * n_programs, n_rows - 1)
+        _copy_row(
+            x_smem, dy_smem, (step + STAGES - 1) % STAGES,
+            x_ptr + ahead * x_row_stride, dy_ptr + ahead * dy_row_stride, cols, n_cols, N_CHUNKS, CHUNK,
+        )  # fmt: skip
+        mean, rstd = gl.max(next_mean, 0), gl.max(next_rstd, 0)
+        ahead = gl.minimum(row + n_programs, n_rows - 1)
+        next_rstd = gl.load(rstd_ptr + ahead + one)
+        if mean_ptr is not None:
+            next_mean = gl.load(mean_ptr + ahead + one)
+        slot = step % STAGES
+        gx_sum = gl.zeros([CHUNK], gl.float32, LAYOUT)
+        g_sum = gl.zeros([CHUNK], gl.float32, LAYOUT)
+        for c in gl.static_range(N_CHUNKS):
+            x_hat, dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
+            gx = g * x_hat
+            if c == N_CHUNKS - 1:
+                # Nothing was copied behind the end of the row, and whatever lay there may be NaN.
+                g = gl.where(c * CHUNK + cols < n_cols, g, 0.0)
+                gx = gl.where(c * CHUNK + cols < n_cols, gx, 0.0)
+            gx_sum += gx
+            g_sum += g
+        gx_mean, g_mean = gl.reduce((gx_sum, g_sum), 0, _add_pairs)
+        gx_mean /= n_cols
+        g_mean /= n_cols
+        new_dw = ()
+        new_db = ()
+        for c in gl.static_range(N_CHUNKS):
+            x_hat, dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
+            dx = g - x_hat * gx_mean
+            if mean_ptr is not None:
+                dx -= g_mean
+            dx *= rstd
+            dx_ptrs = dx_ptr + row * n_cols + c * CHUNK + cols
+            gl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=c * CHUNK + cols < n_cols)
+            new_dw += (dw[c] + dy * x_hat,)
+            new_db += (db[c] + dy,)
+        dw = new_dw
+        db = new_db
+        step += 1
+        row += n_programs
+    async_copy.wait_group(0)
+    for c in gl.static_range(N_CHUNKS):
+        offsets = program * n_cols + c * CHUNK + cols
+        if dw_partial_ptr is not None:
+            gl.store(dw_partial_ptr + offsets, dw[c], mask=c * CHUNK + cols < n_cols)
+        if db_partial_ptr is not None:
+            gl.store(db_partial_ptr + offsets, db[c], mask=c * CHUNK + cols < n_cols)
+
+
+def supports(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, n_cols: int) -> bool:
+    """Whether the kernel can take these rows, and they are long enough for it to pay."""
+    return (
+        x.element_size() == dy.element_size() == 2
+        and (weight is None or weight.element_size() <= 4)
+        and 2 * _CHUNK < n_cols <= _MAX_CHUNKS * _CHUNK
+        # Copies of 16 bytes; Triton wants the numbers to be multiples of 16 to believe in them.
+        and n_cols % 16 == 0
+        and all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in (dy, x))
+    )
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    dx: torch.Tensor,
+    dw_partial: torch.Tensor | None,
+    db_partial: torch.Tensor | None,
+    n_programs: int,
+) -> None:
+    """Write dx, and what each of n_programs adds to the gradients of weight and bias."""
+    n_rows, n_cols = x.shape
+    launch(
+        _layer_norm_bwd_resident_kernel, (n_programs,),
+        dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_rows, n_cols, dy.stride(0), x.stride(0),
+        N_CHUNKS=cdiv(n_cols, _CHUNK), STAGES=_STAGES, num_warps=_NUM_WARPS,
+    )  # fmt: skip
