@@ -54,6 +54,9 @@ CALLS = [
     # No gradients for this one, which torch would compute from the result: initcheck does not see what TMA writes.
     (lambda a, b: tg.matmul(a.detach(), b.detach(), activation="relu"), [random(2048, 192), random(192, 1600)]),
     (tg.matmul, [random(2048, 192, dtype=torch.bfloat16), random(192, 1600, dtype=torch.bfloat16)]),
+    (lambda a, b, c: tg.matmul(a, b, bias=c, activation="gelu"), [random(64, 8192), random(8192, 256), random(256)]),
+    (tg.matmul, [random(512, 16384), random(512, 16384).t()]),
+    (lambda a, b: tg.matmul(a.detach(), b.detach()), [random(1023, 2049), random(2049, 1025)]),
     (tg.matmul, [random(300, 256).to(torch.float8_e4m3fn), random(400, 256).to(torch.float8_e5m2).t()]),
     attention(70, 131, 40),
     attention(131, 70, 33, is_causal=True),

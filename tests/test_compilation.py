@@ -83,6 +83,10 @@ CASES = [
     Case("matmul", [(2048, 2048)] * 2, (F16,), {"bias": (2048,), "activation": "gelu"}, True, ("sm_90",)),
     Case("matmul", [(4095, 4097), (4097, 4099)], (BF16,), matrix=True),
     Case("matmul", [(8, 128, 64), (8, 64, 128)], (F16,), matrix=True),
+    Case("matmul", [(16, 8192), (8192, 8192)], HALF, matrix=True, targets=("sm_90",)),
+    Case("matmul", [(16, 4096), T(4096, 14336)], (F16, F8), matrix=True, targets=("sm_90",)),
+    Case("matmul", [(256, 8192), (8192, 256)], (F16,), {"bias": (256,), "activation": "gelu"}, True, ("sm_90",)),
+    Case("matmul", [(512, 16384), T(16384, 512)], (F16, F8), matrix=True, targets=("sm_90",)),
     Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), matrix=True),
     Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True),
     Case("attention", [(2, 4, 1000, 80)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90", "gfx942")),
@@ -93,6 +97,7 @@ CASES = [
 EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("layer_norm 4096x15872", "sm_90"): (16, "eight sums for each column of four chunks, and an address"),
     ("layer_norm 1024x65536", "sm_100"): (16, "two values made before the loops and needed after them"),
+    ("matmul 16x4096 T(4096x14336)", "sm_90"): (32, "a few of the addresses of four stages"),
     ("attention 4x8x2048x128", "sm_90"): (512, "dk and dv fill the consumers' registers; addresses make room"),
     ("attention 2x4x1000x80", "sm_90"): (64, "an address that the outer loop needs, in the three loops of a window"),
 }

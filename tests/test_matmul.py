@@ -10,7 +10,9 @@ import triton_gallery as tg
 from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery import hopper
 from triton_gallery._launch import collapse, is_hopper, launch
-from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel
+from triton_gallery.hopper import matmul_plan
+from triton_gallery.hopper.matmul import can_address
+from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel, launch_tiles
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -213,6 +215,14 @@ def test_configs_are_few():
         assert len(configs) <= 3
 
 
+@pytest.mark.parametrize("N", [1024, 4096, 14336])
+def test_pointer_configs_on_hopper_are_few(N):
+    meta = torch.device("meta")
+    row_counts = [M for M in (*range(1, 300), 512, 4096) if not matmul_plan._is_large(M, N, 4096, 1, meta)]
+    configs = {tuple(matmul_plan._pointer_config(M, N, 4096, 1, 2, meta)[1].values()) for M in row_counts}
+    assert len(configs) <= 3
+
+
 @pytest.mark.gpu
 def test_matmul_compiles_at_most_three_times_for_32_row_counts():
     _matmul_kernel.device_caches.clear()
@@ -220,6 +230,96 @@ def test_matmul_compiles_at_most_three_times_for_32_row_counts():
     for M in (*range(1, 26), 100, 257, 1000, 1024, 2000, 4000, 4096):
         tg.matmul(random(M, 4097, dtype=torch.float16), b)
     assert sum(len(cache[0]) for cache in _matmul_kernel.device_caches.values()) <= 3
+
+
+# --- long K, in parts; odd matrices, as copies ---
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("dtype", named([torch.float16, torch.bfloat16, torch.float32]))
+@pytest.mark.parametrize("n_parts", [2, 3, 7])
+def test_parts_of_k_add_up(n_parts, dtype, activation):
+    a, b, bias = random(37, 16 * n_parts, dtype=dtype), random(16 * n_parts, 70, dtype=dtype), random(70, dtype=dtype)
+    expected = torch_matmul(*(x.double() for x in (a, b)), bias.double())
+    for a_layout in (a, a.t().contiguous().t()):
+        out, pre = torch.empty(37, 70, dtype=dtype, device=DEVICE), torch.empty(37, 70, dtype=dtype, device=DEVICE)
+
+        def multiply(*arguments):
+            launch_tiles(*arguments, reduced=False)
+
+        batch = (1,), [(0,), (0,)]
+        matmul_plan.in_parts(multiply, n_parts, a_layout, b, bias, out, pre, activation, batch)
+        assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), expected, floor=FLOOR[dtype])
+        activated = expected if activation is None else ACTIVATIONS[activation](expected)
+        assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, activation), activated, floor=FLOOR[dtype])
+
+
+def test_possible_parts_fill_the_gpu_once():
+    meta = torch.device("meta")  # 132 multiprocessors
+    assert list(matmul_plan.possible_parts(8192, 16, meta)) == [1, 2, 4, 8]
+    assert list(matmul_plan.possible_parts(65536, 4, meta)) == [1, 2, 4, 8, 16, 32]
+    for K, n_tiles in ((8191, 1), (1024, 1), (65536, 67), (0, 1)):
+        assert list(matmul_plan.possible_parts(K, n_tiles, meta)) == [1]
+
+
+@pytest.mark.parametrize("sizes", [(33, 65), (1, 7), (64, 64), (5, 513)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_copies_for_tma_hold_the_same_numbers(sizes, transposed):
+    x = random(sizes[0], sizes[1] + 1, dtype=torch.float16)[:, 1:]
+    x = x.t() if transposed else x
+    copy = matmul_plan._aligned(x)
+    assert torch.equal(copy, x) and can_address(copy, 0) and not can_address(x, 0)
+    assert matmul_plan._aligned(random(4, 6, 8, dtype=torch.float16)[..., ::2, ::2][0]) is None
+
+
+# K that is cut into parts or not; thin, small and large; rows that TMA can address, and rows that it cannot.
+ON_HOPPER = [
+    (1, 4096, 14336),
+    (16, 1024, 8192),
+    (5, 20480, 2048),
+    (1024, 16, 8192),
+    (33, 4096, 4096),
+    (64, 256, 16384),
+    (100, 14336, 1024),
+    (256, 256, 8192),
+    (512, 512, 16384),
+    (128, 4096, 16384),
+    (1280, 1280, 1280),
+    (1023, 1025, 2049),
+    (2000, 130, 4097),
+    (512, 1001, 8192),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("sizes", ON_HOPPER, ids=str)
+def test_matmul_matches_torch_whatever_the_plan(sizes, layout):
+    M, N, K = sizes
+    a = random(M, K, dtype=torch.float16) if layout[0] == "n" else random(K, M, dtype=torch.float16).t()
+    b = random(K, N, dtype=torch.float16) if layout[1] == "n" else random(N, K, dtype=torch.float16).t()
+    assert_matches_torch(a, b)
+    # Calls like the one before take the short way.
+    for _ in range(3):
+        assert_matches_torch(a.clone(), b.clone(), random(N, dtype=torch.float16) * K**0.5, "gelu")
+    first = tg.matmul(a, b)
+    assert all(torch.equal(first, tg.matmul(a, b)) for _ in range(20))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(256, 256, 8192), (1023, 1025, 2049)], ids=str)
+def test_gradients_whatever_the_plan(sizes):
+    M, N, K = sizes
+    a, b = random(M, K, dtype=torch.bfloat16), random(K, N, dtype=torch.bfloat16)
+    bias, dout = random(N, dtype=torch.bfloat16), random(M, N, dtype=torch.bfloat16)
+    grads = []
+    for function in (lambda *x: tg.matmul(*x[:2], bias=x[2], activation="gelu"), lambda *x: torch_matmul(*x, "gelu")):
+        leaves = [x.clone().requires_grad_() for x in (a, b, bias)]
+        grads.append(torch.autograd.grad(function(*leaves), leaves, dout))
+    leaves = [x.double().requires_grad_() for x in (a, b, bias)]
+    exact = torch.autograd.grad(torch_matmul(*leaves, "gelu"), leaves, dout.double())
+    for mine, theirs, reference in zip(*grads, exact, strict=True):
+        assert_as_accurate_as_torch(mine, theirs, reference, factor=3, floor=1e-3)
 
 
 # --- values ---

@@ -136,15 +136,14 @@ def _matmul_kernel(
 
 
 def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: torch.device) -> dict[str, int]:
-    """Block sizes, warps and stages of the pointer kernel: few choices, so that many shapes mean few compilations.
+    """Block sizes, warps and stages: few choices, so that many shapes mean few compilations.
 
     `wide` says that loads of 16 bytes are possible, in which one address serves several elements.
     """
     if wide:
-        # 64 bytes of K in each row of a tile; Hopper's matrix unit wants twice that. The tiles in flight then fit into
-        # 64 KiB, the least shared memory there is among the GPUs that Triton knows.
-        row_bytes = 128 if is_hopper(device) and itemsize <= 2 else 64
-        block_k = max(16, row_bytes // itemsize)
+        # 64 bytes of K in each row of a tile. The tiles in flight then fit into 64 KiB, the least shared memory there
+        # is among the GPUs that Triton knows.
+        block_k = max(16, 64 // itemsize)
     else:
         # Every element has an address of its own in registers, and there must be room for them.
         block_k = 32 if itemsize <= 2 else 16
@@ -152,31 +151,16 @@ def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: 
         # One matrix is thin, and reading the other one is the whole cost: small tiles make many programs to read it.
         block_m, block_n = (16, 64) if M <= N else (64, 16)
         return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=4)
-
-    def n_tiles(block_m, block_n):
-        return n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
-
-    n_processors = num_multiprocessors(device)
-    if wide and itemsize <= 2 and is_hopper(device):
-        if not _is_large(M, N, n_matrices, device):
-            block_n = 128 if N > 64 and n_tiles(64, 128) > n_processors // 2 else 64
-            programs = min(3, cdiv(n_tiles(64, block_n), n_processors))
-            # Each program has as many stages as shared memory has room for.
-            return dict(BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=6 - programs)
     block_m, block_n = (128, 128) if wide else (64, 128)
-    if itemsize > (4 if wide else 2) or n_tiles(block_m, block_n) < n_processors:
+    n_tiles = n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
+    if itemsize > (4 if wide else 2) or n_tiles < num_multiprocessors(device):
         # Smaller tiles where numbers and addresses fill the registers, or large ones leave multiprocessors idle.
         block_n = 64 if itemsize <= 2 else 32
         return dict(BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=3)
     return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=8, num_stages=3)
 
 
-def _is_large(M: int, N: int, n_matrices: int, device: torch.device) -> bool:
-    """Whether tiles of 64 × 128 are more than three programs on each multiprocessor can hold at once."""
-    return n_matrices * cdiv(M, 64) * cdiv(N, 128) > 3 * num_multiprocessors(device)
-
-
-def _loads_are_wide(x: torch.Tensor) -> bool:
+def loads_are_wide(x: torch.Tensor) -> bool:
     """Whether neighbours in memory can be read 16 bytes at a time: one stride is 1, and all else a multiple of 16."""
     inner = -1 if x.stride(-1) == 1 else -2
     other = -3 - inner
@@ -248,8 +232,6 @@ def _multiply(
         raise ValueError("matmul: a and b must not be float8_e4m3fn on NVIDIA GPUs before compute capability 8.9")
     if out.numel() == 0:
         return
-    (M, N), K = out.shape[-2:], a.shape[-1]
-    n_matrices = out.numel() // (M * N)
     batch_shape = out.shape[:-2]
     if batch_shape:
         batch_strides = (x.expand(*batch_shape, *x.shape[-2:]).stride()[:-2] for x in (a, b))
@@ -257,16 +239,29 @@ def _multiply(
     else:
         batch = (1,), [(0,), (0,)]
     reduced = _is_reduced(a.dtype, precision)
-    wide = _loads_are_wide(a) and _loads_are_wide(b)
-    # Unless loads are narrow, the pointer kernel is faster at small products: it has smaller tiles.
-    large = _is_large(M, N, n_matrices, a.device) or (K >= 8192 and min(M, N) >= 128)
-    if is_hopper(a.device) and (large or not wide):
-        tma = hopper.load("matmul")
-        if tma.supports(a, b, out, batch):
-            fastest = hopper.load("matmul_specialized") or tma
-            fastest.multiply(a, b, bias, out, pre, activation, reduced, batch)
-            return
-    config = _config(M, N, n_matrices, a.element_size(), wide, a.device)
+    if is_hopper(a.device) and a.element_size() <= 2:
+        hopper.load("matmul_plan").multiply(a, b, bias, out, pre, activation, reduced, batch)
+    else:
+        launch_tiles(a, b, bias, out, pre, activation, batch, reduced)
+
+
+def launch_tiles(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    pre: torch.Tensor | None,
+    activation: str | None,
+    batch: tuple,  # sizes of the batch dimensions, and the strides of a and of b along them
+    reduced: bool,
+    config: dict[str, int] | None = None,
+) -> None:
+    """Launch `_matmul_kernel`, with the blocks of `config` or those of `_config`."""
+    (M, N), K = out.shape[-2:], a.shape[-1]
+    n_matrices = out.numel() // (M * N)
+    if config is None:
+        wide = loads_are_wide(a) and loads_are_wide(b)
+        config = _config(M, N, n_matrices, a.element_size(), wide, a.device)
     launch(
         _matmul_kernel,
         (n_matrices * cdiv(M, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"]),),
@@ -278,8 +273,8 @@ def _multiply(
         ALIGN_M=16 if a.stride(-2) == 1 and M % 16 == 0 else 1,
         ACTIVATION=activation,
         INPUT_PRECISION="tf32" if reduced and a.dtype == torch.float32 and not is_amd(a.device) else "ieee",
-        # Hopper's matrix unit keeps sums of float8 products in fewer than 24 bits: add those of each block in float32.
-        MAX_NUM_IMPRECISE_ACC=config["BLOCK_K"] if a.dtype in _FLOAT8 and not reduced else None,
+        # Hopper's matrix unit keeps sums of float8 products in fewer than 24 bits: add 128 at a time in float32.
+        MAX_NUM_IMPRECISE_ACC=min(128, config["BLOCK_K"]) if a.dtype in _FLOAT8 and not reduced else None,
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def descriptor(x: torch.Tensor, block_shape: list[int]) -> TensorDescriptor:
     """A tensor descriptor of x for tiles of `block_shape`, with the layout that the matrix unit reads."""
     shape, block_shape = tuple(x.shape), tuple(block_shape)
     # The stride of a dimension of size 1 is never used, but the descriptor checks it.
-    strides = tuple(stride if size > 1 else shape[-1] for stride, size in zip(x.stride()[:-1], shape, strict=False))
+    strides = tuple(stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], shape, strict=False))
     layout = _layout(x.dtype, block_shape)
     return _launch.descriptor(TensorDescriptor, x, shape, (*strides, 1), block_shape, layout)
 

@@ -81,7 +81,7 @@ def is_transposed(x: torch.Tensor) -> bool:
     return x.stride(-1) != 1 and x.stride(-2) == 1
 
 
-def _tma_can_address(x: torch.Tensor, batch_stride: int) -> bool:
+def can_address(x: torch.Tensor, batch_stride: int) -> bool:
     """TMA wants one dimension contiguous, the other strides in steps of 16 bytes, and a start at such a step."""
     inner, outer = (-2, -1) if is_transposed(x) else (-1, -2)
     return (
@@ -111,8 +111,8 @@ def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) 
         fits
         # A tile has 64 rows and columns, or more.
         and min(M, N) >= 64
-        and _tma_can_address(a, a_stride)
-        and _tma_can_address(b, b_stride)
+        and can_address(a, a_stride)
+        and can_address(b, b_stride)
         and N * out.element_size() % 16 == 0
     )
 

@@ -24,6 +24,7 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from .matmul import FLOAT8, is_transposed, matrices
+from .matmul_plan import in_parts, possible_parts, time_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
 
@@ -207,22 +208,40 @@ def _matmul_specialized_kernel(
     # fmt: on
 
 
-# Consumers, columns of a tile, stages, and the share of the first tile's rate that it reaches.
-_TILES = ((2, 256, 4, 1.0), (3, 128, 5, 0.95), (2, 128, 6, 0.88), (2, 64, 6, 0.6))
+# Consumers, columns of a tile, stages, the share of the first tile's rate that it reaches, and whether there is room in
+# shared memory for a float32 tile on its way out.
+_TILES = (
+    (2, 256, 4, 1.0, False),
+    (3, 128, 5, 0.95, False),
+    (2, 128, 6, 0.88, True),
+    (2, 64, 6, 0.6, True),
+)
+_PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
 
 
-def _config(M: int, N: int, n_matrices: int, partial_sums: bool, n_programs: int) -> dict[str, int]:
-    """The tile that takes the least time: the number of rounds until all tiles are done, times that of one."""
+def _config(
+    M: int, N: int, K: int, n_matrices: int, itemsize: int, partial_sums: bool, device: torch.device
+) -> tuple[int, dict[str, int]]:
+    """Parts of K, and the tile, that take the least time."""
 
-    def time(tile):
-        n_consumers, block_n, _, rate = tile
-        block_m = n_consumers * BLOCK_M
-        rounds = cdiv(n_matrices * cdiv(M, block_m) * cdiv(N, block_n), n_programs)
-        return rounds * block_m * block_n / rate
+    def n_tiles(tile):
+        n_consumers, block_n = tile[:2]
+        return n_matrices * cdiv(M, n_consumers * BLOCK_M) * cdiv(N, block_n)
 
-    # A second accumulator for partial sums leaves no registers for 256 columns.
-    n_consumers, block_n, stages, _ = min(_TILES[partial_sums:], key=time)
-    return dict(BLOCK_N=block_n, NUM_CONSUMERS=n_consumers, STAGES=stages, REGISTERS=240 if n_consumers == 2 else 160)
+    def time(choice):
+        tile, n_parts = choice
+        n_consumers, block_n, _, rate, _ = tile
+        tile_us = n_consumers * BLOCK_M * block_n * K * itemsize / 2 / (_PER_US * rate)
+        return time_us(n_tiles(tile), tile_us, n_parts, M * N, device)
+
+    choices = [
+        (tile, n_parts)
+        for tile in _TILES[partial_sums:]  # a second accumulator leaves no registers for 256 columns
+        for n_parts in (possible_parts(K, n_tiles(tile), device) if tile[-1] and n_matrices == 1 else (1,))
+    ]
+    (n_consumers, block_n, stages, *_), n_parts = min(choices, key=time)
+    registers = 240 if n_consumers == 2 else 160
+    return n_parts, dict(BLOCK_N=block_n, NUM_CONSUMERS=n_consumers, STAGES=stages, REGISTERS=registers)
 
 
 def multiply(
@@ -236,11 +255,19 @@ def multiply(
     batch: tuple,
 ) -> None:
     """What `hopper.matmul.multiply` does, with this module's kernel."""
-    (n_matrices,), ((a_stride,), (b_stride,)) = batch
-    M, N, K = *out.shape[-2:], a.shape[-1]
+    (M, N), K = out.shape[-2:], a.shape[-1]
     partial_sums = a.dtype in FLOAT8 and not reduced
+    n_parts, config = _config(M, N, K, batch[0][0], a.element_size(), partial_sums, a.device)
+    in_parts(
+        lambda *arguments: _launch(*arguments, partial_sums, config),
+        n_parts, a, b, bias, out, pre, activation, batch,
+    )  # fmt: skip
+
+
+def _launch(a, b, bias, out, pre, activation, batch, partial_sums, config) -> None:
+    (n_matrices,), ((a_stride,), (b_stride,)) = batch
+    (M, N), K = out.shape[-2:], a.shape[-1]
     n_programs = num_multiprocessors(a.device)
-    config = _config(M, N, n_matrices, partial_sums, n_programs)
     block_n, block_k = config["BLOCK_N"], 128 // a.element_size()
     n_tiles = n_matrices * cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]) * cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)

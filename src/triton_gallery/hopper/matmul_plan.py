@@ -1,0 +1,225 @@
+"""How Hopper computes a product of 16-bit or 8-bit matrices: by which kernel, in which tiles, in how many parts.
+
+Three things are decided here, from the sizes alone, so that equal calls give equal bits:
+
+- Large products go to the kernel that works with TMA and specialized warps, small and thin ones to the pointer kernel.
+- Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
+  tile in float32, and a second kernel adds up the parts, always in the same order.
+- TMA wants rows that begin at multiples of 16 bytes. Large matrices with other rows are copied to ones that have them.
+
+The rates below are what we measured on an H200, rounded; they only have to put the choices into the right order.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, scratch
+from ..matmul import _activate, launch_tiles, loads_are_wide
+from . import load
+from .matmul import FLOAT8, can_address, is_transposed
+
+_BYTES_PER_US = 4e6  # of the whole GPU
+_THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
+_SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64
+_SUM_US = 4  # to start a second kernel
+_MAX_PARTS = 32
+
+
+@triton.jit(do_not_specialize=["n_parts", "n_rows"])
+def _sum_parts_kernel(
+    part_ptr,  # (n_parts, n_rows, n_cols)
+    bias_ptr,  # (n_cols,) or None
+    out_ptr,  # (n_rows, n_cols)
+    pre_ptr,  # like out, for the values before the activation, or None
+    n_parts,
+    n_rows,
+    n_cols,
+    part_stride,
+    part_row_stride,
+    out_row_stride,
+    stride_bias,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    UNROLL: tl.constexpr,  # parts whose loads are on their way at a time
+    ACTIVATION: tl.constexpr = None,
+):
+    """Program (i, j) owns a tile of out = activation(the sum of all parts + bias); of one part it makes a copy."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
+    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    mask = (rows < n_rows) & (cols < n_cols)
+    part_ptrs = part_ptr + rows * part_row_stride + cols
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
+    for first in range(0, n_parts, UNROLL):
+        for i in tl.static_range(UNROLL):
+            # A part that does not exist adds 0.
+            part = tl.load(part_ptrs + i * part_stride, mask=mask & (first + i < n_parts), other=0.0)
+            acc += part.to(tl.float32)
+        part_ptrs += tl.cast(UNROLL, tl.int64) * part_stride
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + cols.to(tl.int64) * stride_bias, mask=cols < n_cols, other=0.0).to(tl.float32)
+    offsets = rows * out_row_stride + cols
+    if pre_ptr is not None:
+        tl.store(pre_ptr + offsets, acc.to(pre_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offsets, _activate(acc, ACTIVATION).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _sum_parts(
+    parts: torch.Tensor,  # (n_parts, n_rows, n_cols)
+    bias: torch.Tensor | None,
+    out: torch.Tensor,  # (n_rows, n_cols)
+    pre: torch.Tensor | None,
+    activation: str | None,
+) -> None:
+    n_parts, n_rows, n_cols = parts.shape
+    # Four or sixteen elements for each thread: small outputs need small tiles, or most of the GPU has none.
+    tile = 512 if n_rows * n_cols < 2048 * 4 * num_multiprocessors(out.device) else 2048
+    block_cols = min(512, next_power_of_2(n_cols))
+    block_rows = max(1, tile // block_cols)
+    blocks = dict(BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, UNROLL=1 if n_parts == 1 else 4)
+    launch(
+        _sum_parts_kernel,
+        (cdiv(n_rows, block_rows), cdiv(n_cols, block_cols)),
+        parts, bias, out, pre, n_parts, n_rows, n_cols, parts.stride(0), parts.stride(1), out.stride(-2),
+        0 if bias is None else bias.stride(0),
+        **blocks, ACTIVATION=activation, num_warps=4,
+    )  # fmt: skip
+
+
+def in_parts(multiply: Callable, n_parts: int, a, b, bias, out, pre, activation, batch) -> None:
+    """Let ``multiply(a, b, bias, out, pre, activation, batch)`` compute the product in n_parts equal parts of K."""
+    if n_parts == 1:
+        multiply(a, b, bias, out, pre, activation, batch)
+        return
+    # A part is a matrix of a batch, whose matrices begin so many columns of a, or rows of b, apart.
+    (M, N), k = out.shape[-2:], a.shape[-1] // n_parts
+    a = a.as_strided((n_parts, M, k), (k * a.stride(-1), *a.stride()[-2:]))
+    b = b.as_strided((n_parts, k, N), (k * b.stride(-2), *b.stride()[-2:]))
+    parts = scratch((n_parts, M, N), torch.float32, out.device)
+    multiply(a, b, None, parts, None, None, ((n_parts,), [a.stride()[:1], b.stride()[:1]]))
+    _sum_parts(parts, bias, out, pre, activation)
+
+
+def possible_parts(K: int, n_tiles: int, device: torch.device) -> Iterator[int]:
+    """Numbers of equal parts of K, none too short, for which the whole GPU at once has room."""
+    yield 1
+    for n in range(2, min(_MAX_PARTS, num_multiprocessors(device) // n_tiles, K // 1024) + 1):
+        if K % (16 * n) == 0:
+            yield n
+
+
+def time_us(n_tiles: int, tile_us: float, n_parts: int, n_out: int, device: torch.device, least_us: float = 0) -> float:
+    """About how long a product takes: rounds of tiles, or what memory needs, and the sum of the parts."""
+    rounds = cdiv(n_tiles * n_parts, num_multiprocessors(device))
+    sum_us = 0 if n_parts == 1 else _SUM_US + 8 * n_parts * n_out / _BYTES_PER_US
+    return max(rounds * tile_us / n_parts, least_us) + sum_us
+
+
+def _pointer_config(
+    M: int, N: int, K: int, n_matrices: int, itemsize: int, device: torch.device
+) -> tuple[int, dict[str, int]]:
+    """Parts of K, and blocks, warps and stages of the pointer kernel for a product with few tiles."""
+    n_processors = num_multiprocessors(device)
+
+    def n_tiles(block_m, block_n):
+        return n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
+
+    def config(block_m, block_n, row_bytes, num_stages, tile_us=None):
+        tiles, n_parts = n_tiles(block_m, block_n), 1
+        if tile_us is not None and n_matrices == 1:
+            least_us = (M * K + K * N) * itemsize / _BYTES_PER_US
+            parts = possible_parts(K, tiles, device)
+            n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, M * N, device, least_us))
+        block_k = max(16, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
+        blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
+        return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
+
+    if min(M, N) <= 16:
+        # Reading the other matrix is the whole cost. One program has as much of it on its way as shared memory holds.
+        n_strips = n_matrices * cdiv(max(M, N), 64)
+        width, row_bytes = (64, 512) if n_strips <= n_processors else (128, 256)
+        blocks = (16, width) if M <= N else (width, 16)
+        return config(*blocks, row_bytes, 4, width * K * itemsize / _THIN_BYTES_PER_US)
+    if n_tiles(64, 64) <= n_processors:
+        return config(64, 64, 256, 5, 64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
+    block_n = 128 if N > 64 and n_tiles(64, 128) > n_processors // 2 else 64
+    programs = min(3, cdiv(n_tiles(64, block_n), n_processors))
+    # Each program has as many stages as shared memory has room for.
+    return config(64, block_n, 128, 6 - programs)
+
+
+def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> bool:
+    """Whether there are tiles of 128 × 64 for most multiprocessors, or will be when a long K is cut."""
+    n_tiles = n_matrices * cdiv(M, 128) * cdiv(N, 64) * max(1, K // 4096)
+    return min(M, N) >= 128 and n_tiles > 3 * num_multiprocessors(device) // 4
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor | None:
+    """A matrix that TMA can address: x itself, or a copy; None where neither of x's strides is 1."""
+    if can_address(x, 0):
+        return x
+    if is_transposed(x):
+        return _aligned(x.mT).mT
+    if x.stride(-1) != 1:
+        return None
+    n_rows, n_cols = x.shape[-2:]
+    padded = _padded(n_rows, n_cols, x)
+    _sum_parts(x.as_strided((1, n_rows, n_cols), (0, x.stride(-2), 1)), None, padded, None, None)
+    return padded
+
+
+def _padded(n_rows: int, n_cols: int, like: torch.Tensor) -> torch.Tensor:
+    """An uninitialized matrix whose rows begin at multiples of 128 bytes, which is more than TMA asks for."""
+    step = 128 // like.element_size()
+    return scratch((n_rows, cdiv(n_cols, step) * step), like.dtype, like.device)[:, :n_cols]
+
+
+def _copies_pay(M: int, N: int, K: int) -> bool:
+    """Whether wide loads save more than copies of all matrices cost: 80 against 600 TFLOP/s, and each byte twice."""
+    operations, n_elements = 2 * M * N * K, M * K + K * N + M * N
+    return min(M, N) >= 64 and operations / 80e6 > operations / 600e6 + 10 + 4 * n_elements / 3e6
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    pre: torch.Tensor | None,
+    activation: str | None,
+    reduced: bool,
+    batch: tuple,
+) -> None:
+    """Write activation(a @ b + bias) to out, and the values before the activation to pre.
+
+    `batch` is what `collapse` gives for the batch dimensions: their sizes, then the strides of a and of b.
+    """
+    (M, N), K = out.shape[-2:], a.shape[-1]
+    n_matrices = out.numel() // (M * N)
+    tma, specialized = load("matmul"), load("matmul_specialized")
+    wide = loads_are_wide(a) and loads_are_wide(b)
+    if tma.supports(a, b, out, batch):
+        if _is_large(M, N, K, n_matrices, a.device) or not wide:
+            (specialized or tma).multiply(a, b, bias, out, pre, activation, reduced, batch)
+            return
+    elif n_matrices == 1 and a.dtype not in FLOAT8 and _copies_pay(M, N, K):
+        aligned_a, aligned_b = _aligned(a), _aligned(b)
+        if aligned_a is not None and aligned_b is not None:
+            outputs = [x if x is None or can_address(x, 0) else _padded(M, N, x) for x in (out, pre)]
+            (specialized or tma).multiply(
+                aligned_a, aligned_b, bias, *outputs, activation, reduced, ((1,), [(0,), (0,)])
+            )
+            for x, padded in zip((out, pre), outputs, strict=True):
+                if padded is not x:
+                    _sum_parts(padded.unsqueeze(0), None, x, None, None)
+            return
+    if wide:
+        n_parts, config = _pointer_config(M, N, K, n_matrices, a.element_size(), a.device)
+        in_parts(
+            lambda *arguments: launch_tiles(*arguments, reduced, config),
+            n_parts, a, b, bias, out, pre, activation, batch,
+        )  # fmt: skip
+    else:
+        launch_tiles(a, b, bias, out, pre, activation, batch, reduced)
