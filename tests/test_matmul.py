@@ -248,7 +248,7 @@ def test_parts_of_k_add_up(n_parts, dtype, activation):
             launch_tiles(*arguments, reduced=False)
 
         batch = (1,), [(0,), (0,)]
-        matmul_plan.in_parts(multiply, n_parts, a_layout, b, bias, out, pre, activation, batch)
+        matmul_plan.in_parts(multiply, n_parts, 1, a_layout, b, bias, out, pre, activation, batch)
         assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), expected, floor=FLOOR[dtype])
         activated = expected if activation is None else ACTIVATIONS[activation](expected)
         assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, activation), activated, floor=FLOOR[dtype])
@@ -288,6 +288,7 @@ ON_HOPPER = [
     (1023, 1025, 2049),
     (2000, 130, 4097),
     (512, 1001, 8192),
+    (64, 1001, 16384),
 ]
 
 

@@ -72,7 +72,7 @@ def _matmul_tma_kernel(
                 pre += bias.to(tl.float32)[None, :]
             if pre_desc is not None:
                 pre_desc.store([batch, row, first], pre.to(pre_desc.dtype).reshape(1, BLOCK_M, BLOCK_N // 2))
-            out = _activate(pre, ACTIVATION)
+            out = _activate(pre, ACTIVATION, out_desc.dtype)
             out_desc.store([batch, row, first], out.to(out_desc.dtype).reshape(1, BLOCK_M, BLOCK_N // 2))
 
 

@@ -46,9 +46,10 @@ def _sum_parts_kernel(
     UNROLL: tl.constexpr,  # parts whose loads are on their way at a time
     ACTIVATION: tl.constexpr = None,
 ):
-    """Program (i, j) owns a tile of out = activation(the sum of all parts + bias); of one part it makes a copy."""
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
-    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    """Program i owns the i-th tile, row by row, of activation(the sum of all parts + bias); one part it copies."""
+    tiles_n = tl.cdiv(n_cols, BLOCK_COLS)
+    rows = tl.program_id(0) // tiles_n * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
+    cols = tl.program_id(0) % tiles_n * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     mask = (rows < n_rows) & (cols < n_cols)
     part_ptrs = part_ptr + rows * part_row_stride + cols
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
@@ -63,7 +64,8 @@ def _sum_parts_kernel(
     offsets = rows * out_row_stride + cols
     if pre_ptr is not None:
         tl.store(pre_ptr + offsets, acc.to(pre_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptr + offsets, _activate(acc, ACTIVATION).to(out_ptr.dtype.element_ty), mask=mask)
+    out = _activate(acc, ACTIVATION, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _sum_parts(
@@ -81,15 +83,18 @@ def _sum_parts(
     blocks = dict(BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, UNROLL=1 if n_parts == 1 else 4)
     launch(
         _sum_parts_kernel,
-        (cdiv(n_rows, block_rows), cdiv(n_cols, block_cols)),
+        (cdiv(n_rows, block_rows) * cdiv(n_cols, block_cols),),
         parts, bias, out, pre, n_parts, n_rows, n_cols, parts.stride(0), parts.stride(1), out.stride(-2),
         0 if bias is None else bias.stride(0),
         **blocks, ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
 
 
-def in_parts(multiply: Callable, n_parts: int, a, b, bias, out, pre, activation, batch) -> None:
-    """Let ``multiply(a, b, bias, out, pre, activation, batch)`` compute the product in n_parts equal parts of K."""
+def in_parts(multiply: Callable, n_parts: int, row_step: int, a, b, bias, out, pre, activation, batch) -> None:
+    """Let ``multiply(a, b, bias, out, pre, activation, batch)`` compute the product in n_parts equal parts of K.
+
+    It gets room for the parts whose rows are multiples of row_step numbers apart.
+    """
     if n_parts == 1:
         multiply(a, b, bias, out, pre, activation, batch)
         return
@@ -97,7 +102,7 @@ def in_parts(multiply: Callable, n_parts: int, a, b, bias, out, pre, activation,
     (M, N), k = out.shape[-2:], a.shape[-1] // n_parts
     a = a.as_strided((n_parts, M, k), (k * a.stride(-1), *a.stride()[-2:]))
     b = b.as_strided((n_parts, k, N), (k * b.stride(-2), *b.stride()[-2:]))
-    parts = scratch((n_parts, M, N), torch.float32, out.device)
+    parts = scratch((n_parts, M, cdiv(N, row_step) * row_step), torch.float32, out.device)[..., :N]
     multiply(a, b, None, parts, None, None, ((n_parts,), [a.stride()[:1], b.stride()[:1]]))
     _sum_parts(parts, bias, out, pre, activation)
 
@@ -219,7 +224,7 @@ def multiply(
         n_parts, config = _pointer_config(M, N, K, n_matrices, a.element_size(), a.device)
         in_parts(
             lambda *arguments: launch_tiles(*arguments, reduced, config),
-            n_parts, a, b, bias, out, pre, activation, batch,
+            n_parts, 1, a, b, bias, out, pre, activation, batch,
         )  # fmt: skip
     else:
         launch_tiles(a, b, bias, out, pre, activation, batch, reduced)

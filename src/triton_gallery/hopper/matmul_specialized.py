@@ -125,7 +125,7 @@ def _consumer(
                 pre += bias.to(gl.float32)[None, :]
             if pre_desc is not None:
                 _store(pre_desc, pre, smem, batch, row, first)
-            _store(out_desc, _activate(pre, ACTIVATION), smem, batch, row, first)
+            _store(out_desc, _activate(pre, ACTIVATION, out_desc.dtype), smem, batch, row, first)
     store_wait(0)
 
 
@@ -260,7 +260,8 @@ def multiply(
     n_parts, config = _config(M, N, K, batch[0][0], a.element_size(), partial_sums, a.device)
     in_parts(
         lambda *arguments: _launch(*arguments, partial_sums, config),
-        n_parts, a, b, bias, out, pre, activation, batch,
+        n_parts, 4,  # TMA stores rows that begin at multiples of 16 bytes
+        a, b, bias, out, pre, activation, batch,
     )  # fmt: skip
 
 
@@ -272,7 +273,7 @@ def _launch(a, b, bias, out, pre, activation, batch, partial_sums, config) -> No
     n_tiles = n_matrices * cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]) * cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
     out_desc, pre_desc = (
-        None if x is None else descriptor(matrices(x, n_matrices, M * N), [1, BLOCK_M, block_n // 2])
+        None if x is None else descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, block_n // 2])
         for x in (out, pre)
     )
     a_block = [1, block_k, BLOCK_M] if a_transposed else [1, BLOCK_M, block_k]
