@@ -220,7 +220,7 @@ _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first til
 
 
 def _config(
-    M: int, N: int, K: int, n_matrices: int, itemsize: int, partial_sums: bool, device: torch.device
+    M: int, N: int, K: int, n_matrices: int, itemsize: int, registers_needed: bool, device: torch.device
 ) -> tuple[int, dict[str, int]]:
     """Parts of K, and the tile, that take the least time."""
 
@@ -236,7 +236,7 @@ def _config(
 
     choices = [
         (tile, n_parts)
-        for tile in _TILES[partial_sums:]  # a second accumulator leaves no registers for 256 columns
+        for tile in _TILES[registers_needed:]
         for n_parts in (possible_parts(K, n_tiles(tile), device) if tile[-1] and n_matrices == 1 else (1,))
     ]
     (n_consumers, block_n, stages, *_), n_parts = min(choices, key=time)
@@ -257,7 +257,9 @@ def multiply(
     """What `hopper.matmul.multiply` does, with this module's kernel."""
     (M, N), K = out.shape[-2:], a.shape[-1]
     partial_sums = a.dtype in FLOAT8 and not reduced
-    n_parts, config = _config(M, N, K, batch[0][0], a.element_size(), partial_sums, a.device)
+    # A second accumulator, or a long activation of many numbers at a time, has no registers beside 256 columns.
+    registers_needed = partial_sums or activation == "gelu"
+    n_parts, config = _config(M, N, K, batch[0][0], a.element_size(), registers_needed, a.device)
     in_parts(
         lambda *arguments: _launch(*arguments, partial_sums, config),
         n_parts, 4,  # TMA stores rows that begin at multiples of 16 bytes
