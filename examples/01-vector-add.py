@@ -276,6 +276,127 @@ report.plot()
 report
 
 # %%
+# What is under way at the same time
+# ----------------------------------
+#
+# How much of that rate is due to the many programs, and how much to the size of their blocks? We go back to the start
+# and climb once more, in steps. All versions move the same 12 bytes per element. They differ in how many bytes are
+# *under way*, asked for and not yet there, and that decides how fast bytes arrive:
+#
+# .. math:: \text{rate} = \frac{\text{bytes under way}}{\text{time of one trip}}
+#
+# A trip to memory takes hundreds of clock cycles, however little it brings. In that time the memory of an H200 could
+# deliver a few MiB. A kernel that wants all of the bandwidth has to keep as much under way, at all times.
+#
+# - *One program, one block*: the first kernel of this page, with a block as long as the vector. The block has to fit
+#   into registers. Each of the program's 128 threads has at most 255 of them: room for 8192 numbers of `x` and as many
+#   of `y`, and not for twice that.
+# - *One program, a loop*: the program walks along the vector in blocks of 1024, so the vector may have any length. This
+#   is our Python loop, brought to the GPU. It needs a kernel of its own.
+
+
+@triton.jit
+def loop_add_kernel(x_ptr, y_ptr, out_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
+    for start in range(0, n_elements, BLOCK_SIZE):
+        offsets = start + tl.arange(0, BLOCK_SIZE)
+        mask = offsets < n_elements
+        x = tl.load(x_ptr + offsets, mask=mask)
+        y = tl.load(y_ptr + offsets, mask=mask)
+        tl.store(out_ptr + offsets, x + y, mask=mask)
+
+
+def add_in_a_loop(x, y):
+    out = torch.empty_like(x)
+    loop_add_kernel[(1,)](x, y, out, len(x), BLOCK_SIZE=1024)
+    return out
+
+
+# %%
+# - *Many programs, blocks of 32*: the kernel of the library with a block size that is too small. All multiprocessors
+#   work, but a program's 128 threads have 32 elements to share.
+# - *Many programs, blocks of 1024*: `my_add`, which the library should equal, since it launches the same kernel.
+
+
+def add_with_blocks(x, y, block_size):
+    out = torch.empty_like(x)
+    _add_kernel[(triton.cdiv(len(x), block_size),)](x, y, out, len(x), BLOCK_SIZE=block_size)
+    return out
+
+
+rungs = {
+    "one program, one block": lambda x, y: add_with_blocks(x, y, triton.next_power_of_2(len(x))),
+    "one program, a loop": add_in_a_loop,
+    "many programs, blocks of 32": lambda x, y: add_with_blocks(x, y, 32),
+    "many programs, blocks of 1024": my_add,
+    "triton_gallery": tg.add,
+}
+x, y = torch.randn(2, 4321, device=DEVICE)
+for add in rungs.values():
+    torch.testing.assert_close(add(x, y), x + y, rtol=0, atol=0)
+
+# %%
+# An H200 has 132 multiprocessors. Each has room for 2048 threads, that is for 16 of our programs. So we can count,
+# before measuring, how many bytes of :math:`x` and :math:`y` are under way at best:
+
+at_once = {
+    "one program, one block": (1, 8192),
+    "one program, a loop": (1, 1024),
+    "many programs, blocks of 32": (132 * 16, 32),
+    "many programs, blocks of 1024": (132 * 16, 1024),
+}
+for name, (programs, block_size) in at_once.items():
+    under_way = programs * block_size * 2 * 4 / 1024
+    print(f"{name:31}{programs:4} × {block_size:4} × 2 × 4 bytes = {under_way:6.0f} KiB")
+
+# %%
+# Only the last line comes to a few MiB, and more. Two versions cannot follow to the end of the sweep: a block ends
+# where registers do, and the loop, at :math:`2^{24}` elements, where our patience does.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["n_elements"],
+        x_vals=[2**i for i in (10, 13, 16, 20, 24, 28)],
+        x_log=True,
+        y_log=True,
+        line_arg="provider",
+        line_vals=list(rungs),
+        line_names=list(rungs),
+        xlabel="elements per tensor",
+        ylabel="GB/s",
+        plot_name="vector-add-ladder-fp32",
+        args={},
+    ),
+    title="Addition of two vectors, step by step, float32",
+    limit="copy",
+)
+def bench_add_ladder(n_elements, provider):
+    longest = {"one program, one block": 2**13, "one program, a loop": 2**24}
+    if n_elements > longest.get(provider, n_elements):
+        return None
+    x, y = torch.randn(2, n_elements, device=DEVICE)
+    return tg.benchmark.gbps(3 * x.nbytes, tg.benchmark.measure(lambda: rungs[provider](x, y)))
+
+
+ladder = bench_add_ladder.run()
+
+# %%
+
+ladder.plot()
+
+# %%
+
+ladder
+
+# %%
+# The rate has a logarithmic axis here, because the steps multiply. On the far left all versions are alike, since a
+# launch takes longer than the work. To the right they part, by the bytes that they have under way. The loop levels off
+# early: it waits for each block before it asks for the next, so a longer vector means more trips, and not more on each.
+# Blocks of 32 put every multiprocessor to work, but of four threads three have nothing to ask for. With blocks of 1024
+# each thread has four wide loads under way, and memory itself is the limit at last. The final step is none in speed:
+# what the library adds to `my_add` happens before the launch.
+
+# %%
 # Under the roofline
 # ------------------
 #

@@ -234,12 +234,13 @@ for group in (1, 8):
 # Launched on two matrices, without the extras:
 
 
-def my_matmul(a, b):
-    (M, K), N = a.shape, b.shape[1]
+def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
+    (M, K), N, (m, n, k) = a.shape, b.shape[1], tile
     out = torch.empty(M, N, dtype=a.dtype, device=a.device)
-    grid = (triton.cdiv(M, 64) * triton.cdiv(N, 64),)
-    sizes, blocks = (M, N, K, *a.stride(), *b.stride()), dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8)
-    _matmul_kernel[grid](a, b, None, out, None, *sizes, 0, (1,), (0,), (0,), **blocks, EVEN_K=K % 32 == 0)
+    grid = (triton.cdiv(M, m) * triton.cdiv(N, n),)
+    sizes, blocks = (M, N, K, *a.stride(), *b.stride()), dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=group)
+    options = dict(EVEN_K=K % k == 0, num_warps=num_warps)
+    _matmul_kernel[grid](a, b, None, out, None, *sizes, 0, (1,), (0,), (0,), **blocks, **options)
     return out
 
 
@@ -510,6 +511,104 @@ report_fp8.plot()
 report_fp8
 
 # %%
+# What each rung is worth
+# -----------------------
+#
+# Back to the ladder, now with a clock. Between the second rung and the third, two things changed at once, the tile and
+# the order, so we take them one at a time. `my_matmul` has a parameter for each.
+#
+# - *All of K at once*: tiles of 32 × 32. With :math:`K = 1024` the rows and columns of a program fill 128 KiB of shared
+#   memory. Twice that is more than a multiprocessor of Hopper has, and the rung breaks.
+# - *A walk along K*: the same tiles, for any :math:`K`.
+# - *Large tiles*: 128 × 128, row by row.
+# - *Large tiles in groups*: the same with 8 rows of tiles to a group. This is the third rung.
+# - *torch*, and the library, which takes the fourth or the fifth rung where it runs on Hopper and the product is large.
+
+rungs = {
+    "all of K at once": whole_k_matmul,
+    "a walk along K": tiled_matmul,
+    "large tiles": lambda a, b: my_matmul(a, b, tile=(128, 128, 64), group=1, num_warps=8),
+    "large tiles in groups": lambda a, b: my_matmul(a, b, tile=(128, 128, 64), group=8, num_warps=8),
+    "torch": torch.matmul,
+    "triton_gallery": tg.matmul,
+}
+a, b = torch.randn(257, 131, device=DEVICE).half(), torch.randn(131, 190, device=DEVICE).half()
+for multiply in rungs.values():
+    torch.testing.assert_close(multiply(a, b), a @ b)
+
+# %%
+# What should we expect? A number on its way to the matrix unit passes two doors: from memory into the L2 cache, and
+# from there into a multiprocessor. At both we can count the operations per byte. At the second door the tile decides,
+# by the formula from the top of the page. At the first it is the strips that all running programs need together, and
+# for these we ask the kernel's own map once more. On each of its 132 multiprocessors an H200 runs ten of the small
+# programs at a time and two of the large ones; its registers have no room for another.
+
+
+def first_tiles(n, tiles_m, tiles_n, group):
+    tile_m, tile_n = torch.empty(2, n, dtype=torch.int32, device=DEVICE)
+    order_kernel[(n,)](tile_m, tile_n, tiles_m, tiles_n, GROUP_M=group)
+    return list(zip(tile_m.tolist(), tile_n.tolist(), strict=True))
+
+
+print("operations per byte at 8192³      from memory   from L2")
+for name, tile, programs, group in (
+    ("a walk along K", 32, 10 * 132, 1),
+    ("large tiles", 128, 2 * 132, 1),
+    ("large tiles in groups", 128, 2 * 132, 8),
+):
+    # For each step along K, a program does 2 tile² operations, and a strip brings 2 tile bytes.
+    n_strips = sum(strips(first_tiles(programs, 8192 // tile, 8192 // tile, group)))
+    print(f"{name:34}{programs * tile / n_strips:11.0f}{tile / 2:10.0f}")
+
+# %%
+# Memory is not what holds the small tiles back. Their programs share so much that each byte from memory serves more
+# than a hundred operations already. It is the second door: L2 is faster than memory, but not ten times as much. Large
+# tiles widen that door, which no order of tiles can do. The order works at the first one. There it is worth most where
+# the door is narrow, with larger matrices, a smaller cache or a slower memory, so in this chart we should not expect
+# much of it.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["n"],
+        x_vals=[512, 1024, 2048, 4096, 8192, 16384],
+        x_log=True,
+        line_arg="provider",
+        line_vals=list(rungs),
+        line_names=list(rungs),
+        xlabel="rows and columns of each matrix",
+        ylabel="TFLOP/s",
+        plot_name="matmul-ladder-fp16",
+        args={},
+    ),
+    title="Product of two square matrices, step by step, float16",
+    limit="matmul-fp16",
+)
+def bench_matmul_ladder(n, provider):
+    if provider == "all of K at once" and n > 1024:
+        return None
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.float16) for _ in "ab")
+    return tg.benchmark.tflops(2 * n**3, tg.benchmark.measure(lambda: rungs[provider](a, b)))
+
+
+ladder = bench_matmul_ladder.run()
+
+# %%
+
+ladder.plot()
+
+# %%
+
+ladder
+
+# %%
+# The walk along :math:`K` lets the ladder reach every size, because what a program needs on the chip no longer grows
+# with :math:`K`. Speed comes with the large tile, in two ways. It needs a quarter of the bytes from L2. And on Hopper
+# it gives us another instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to make do with the older
+# `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it has to wait for them. (To compare
+# torch and the library, trust the sweep above, which measures them in three rounds, in alternating order.)
+
+# %%
 # Over the ridge
 # --------------
 #
@@ -654,13 +753,6 @@ for tiles_m, tiles_n, group in ((10, 7, 8), (9, 9, 4), (1, 5, 8), (3, 11, 2)):
 #
 # A group of :math:`g` rows and 132 tiles need :math:`g` strips of :math:`A` and about :math:`132 / g` of :math:`B`.
 # The sum is smallest where both are equal, at :math:`g = \sqrt{132} \approx 11.5`.
-
-
-def first_tiles(n, tiles_m, tiles_n, group):
-    tile_m, tile_n = torch.empty(2, n, dtype=torch.int32, device=DEVICE)
-    order_kernel[(n,)](tile_m, tile_n, tiles_m, tiles_n, GROUP_M=group)
-    return list(zip(tile_m.tolist(), tile_n.tolist(), strict=True))
-
 
 needed = {group: sum(strips(first_tiles(132, 32, 32, group))) for group in range(1, 33)}
 best = [group for group, n in needed.items() if n == min(needed.values())]

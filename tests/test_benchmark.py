@@ -257,11 +257,19 @@ def test_run_without_a_gpu_loads_the_committed_record(records, monkeypatch, caps
     assert printed.count("\n") == 1 and "committed record is shown, measured on NVIDIA H200" in printed
 
 
-def test_run_without_gpu_and_record_names_the_benchmark_and_the_command(records, monkeypatch):
+def test_run_without_gpu_and_record_says_so_in_place_of_figures(records, monkeypatch, capsys):
+    import matplotlib.pyplot as plt
+
     no_gpu(monkeypatch)
-    unknown = benchmark.perf_report(make_benchmark(plot_name="softmax-fp64"), title="Softmax")(bench_softmax)
-    with pytest.raises(FileNotFoundError, match=r"softmax-fp64: no record is committed.*make record"):
-        unknown.run()
+    report = benchmark.perf_report(make_benchmark(plot_name="softmax-fp64"), title="Softmax")(bench_softmax).run()
+    words = "not yet measured: no record is committed; `make record` on a GPU machine measures it"
+    assert capsys.readouterr().out == f"softmax-fp64: no GPU to measure on; {words}.\n"
+    assert report.summary() == f"Softmax\n  {words}"
+    # Neither figure nor table leads to files that do not exist.
+    assert report._repr_html_() == f"<p><strong>Softmax</strong>: {words}.</p>\n" and report.plot() is None
+    (text,) = plt.gca().texts
+    assert text.get_text().replace("\n", " ") == words
+    plt.close("all")
 
 
 def test_run_without_a_gpu_refuses_to_write_records(records, monkeypatch):

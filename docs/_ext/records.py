@@ -129,6 +129,8 @@ class Records(SphinxDirective):
 def _summary(gpu: str, found: dict) -> list[str]:
     rows = [("Measured", "ratio to the best peer: lowest", "median", "highest", "on")]
     for name, one in found.items():
+        if "-ladder-" in name:
+            continue  # compares the versions of a page with one another, and these are no peers
         title = f":ref:`{one.record['title']} <{label(gpu, name)}>`"
         if one.outdated or len(one.providers) == 1:
             ratios = (one.quote("triton_gallery", None, "median"), "", "") if one.outdated else ("", "", "")

@@ -74,7 +74,8 @@ class Report:
     """A benchmark's result: `record` as `records/README.md` describes it, measured in this process if `live`.
 
     `changed` names what is no longer the text that was measured: "kernels", "launch" or "benchmark". When the kernels
-    or the benchmark changed, the record is outdated, and instead of figures the report says "not yet measured".
+    or the benchmark changed, the record is outdated. Instead of figures the report says "not yet measured" then, as it
+    does without any rows.
     """
 
     record: dict
@@ -83,11 +84,13 @@ class Report:
 
     @property
     def outdated(self) -> bool:
-        """Whether the kernels or the benchmark are others than those measured."""
-        return bool(self.changed & {"kernels", "benchmark"})
+        """Whether the kernels or the benchmark are others than those measured, or nothing was."""
+        return not self.record["rows"] or bool(self.changed & {"kernels", "benchmark"})
 
     def status(self) -> list[str]:
-        """What changed after this was recorded, as at most one sentence."""
+        """What changed after this was recorded, or that nothing was, as at most one sentence."""
+        if not self.record["rows"]:
+            return [f"{NOT_YET}: no record is committed; `make record` on a GPU machine measures it"]
         record = f"the record is of {self.record['date']}, commit {self.record['commit']}"
         if self.outdated:
             parts = " and the ".join(part for part in ("kernels", "benchmark") if part in self.changed)
@@ -148,10 +151,11 @@ class Report:
 
     def summary(self) -> str:
         """A few lines: our ratio to each peer, where we are slower, our share of the limit, and what was left out."""
-        r, ours = self.record, self.series(OURS)
-        lines = [f"{r['title']}, on {r['gpu']}", *self.status()]
+        r = self.record
+        lines = [r["title"] + f", on {r['gpu']}" * bool(r["rows"]), *self.status()]
         if self.outdated:
             return "\n  ".join(lines)
+        ours = self.series(OURS)
         for peer in self.providers[1:]:
             ratios = {x: ours[x] / value for x, value in self.series(peer).items() if x in ours}
             if ratios:
@@ -205,7 +209,8 @@ class Report:
         """Draw one pyplot figure: each provider's median and 20–80 % band, ours thick, and the limit dashed.
 
         Returns:
-            An object that pages and notebooks show below the figure, the data as files, and the command behind them.
+            An object that pages and notebooks show below the figure, the data as files, and the command behind them;
+            None if nothing was measured.
         """
         import matplotlib.pyplot as plt
 
@@ -214,7 +219,7 @@ class Report:
         if self.outdated:
             ax.text(0.5, 0.5, "\n".join(textwrap.wrap(self.status()[0], 60)), ha="center", va="center", size="large")
             ax.set(title=r["title"], xticks=[], yticks=[])
-            return Data(self)
+            return Data(self) if r["rows"] else None
         # Values of x that are no numbers ("4096×4096×512") stand side by side.
         place = {x: x if isinstance(x, (int, float)) else i for i, x in enumerate(xs)}
         peers = iter(_PEER_STYLES)
@@ -244,7 +249,8 @@ class Report:
     def _repr_html_(self) -> str:
         r, e = self.record, html.escape
         if self.outdated:
-            return f"<p><strong>{e(r['title'])}</strong>: {e(self.status()[0])}.</p>\n" + Data(self)._repr_html_()
+            files = Data(self)._repr_html_() if r["rows"] else ""
+            return f"<p><strong>{e(r['title'])}</strong>: {e(self.status()[0])}.</p>\n{files}"
         columns = {name: self.series(name) for name in self.providers}
         body = ""
         for x in self.xs:

@@ -303,10 +303,10 @@ class PerfReport:
         """Measure on a GPU, and write the record when ``TRITON_GALLERY_RECORDS`` is set; elsewhere load the record.
 
         Every call of the function starts from the same seed, so that all providers get the same inputs. A peer that
-        raises a RuntimeError, out of memory included, is left out at that x, and the report says so.
+        raises a RuntimeError, out of memory included, is left out at that x, and the report says so. With neither a GPU
+        nor a record the report has no rows, and says "not yet measured".
 
         Raises:
-            FileNotFoundError: there is neither a GPU nor a committed record.
             RuntimeError: our own provider failed, or a record is asked for and there is no GPU.
             ValueError: a record is asked for, and its provenance is not complete.
         """
@@ -314,7 +314,10 @@ class PerfReport:
         if _device() is None:
             if folder:
                 raise RuntimeError(f"{name}: TRITON_GALLERY_RECORDS is set, and there is no GPU to measure on")
-            report = load(name)
+            try:
+                report = load(name)
+            except FileNotFoundError:
+                report = Report(self._header() | {"limit": None, "rows": []})
             changed = report.changed | _changed(report.record, {"benchmark": self._digest()})
             report = dataclasses.replace(report, changed=changed)
             shown = report.status()[0] if report.outdated else f"the committed record is shown, {report.provenance()}"
