@@ -113,22 +113,23 @@ def _layer_norm_fwd_blocks_kernel(
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     blocks = ()
-    total = tl.zeros((), COMPUTE_DTYPE)
+    # All loads come before the first sum, for which the warps wait for one another.
     for i in tl.static_range(len(BLOCKS)):
         cols = STARTS[i] + tl.arange(0, BLOCKS[i])
         if i < len(BLOCKS) - 1:
-            x = tl.load(x_ptr + row * x_row_stride + cols).to(COMPUTE_DTYPE)
+            blocks += (tl.load(x_ptr + row * x_row_stride + cols),)
         else:
-            x = tl.load(x_ptr + row * x_row_stride + cols, mask=cols < n_cols, other=0.0).to(COMPUTE_DTYPE)
-        blocks += (x,)
-        total += tl.sum(x, axis=0)
+            blocks += (tl.load(x_ptr + row * x_row_stride + cols, mask=cols < n_cols, other=0.0),)
+    total = tl.zeros((), COMPUTE_DTYPE)
+    for i in tl.static_range(len(BLOCKS)):
+        total += tl.sum(blocks[i].to(COMPUTE_DTYPE), axis=0)
     mean = total / n_cols
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean)
     squares = tl.zeros((), COMPUTE_DTYPE)
     centered = ()
     for i in tl.static_range(len(BLOCKS)):
-        x = blocks[i]
+        x = blocks[i].to(COMPUTE_DTYPE)
         if mean_ptr is not None:
             x -= mean
             if i == len(BLOCKS) - 1:

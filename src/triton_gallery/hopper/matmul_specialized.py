@@ -120,9 +120,10 @@ def _consumer(
             pre = left if half == 0 else right
             first = col + half * (BLOCK_N // 2)
             if bias_ptr is not None:
-                cols = first + gl.arange(0, BLOCK_N // 2, gl.SliceLayout(0, pre.type.layout))
-                bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0)
-                pre += bias.to(gl.float32)[None, :]
+                # One number for each thread; all of them are then handed to whoever needs them.
+                cols = first + gl.arange(0, BLOCK_N // 2, gl.BlockedLayout([1], [32], [4], [0]))
+                bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0).to(gl.float32)
+                pre += gl.convert_layout(bias, gl.SliceLayout(0, pre.type.layout))[None, :]
             if pre_desc is not None:
                 _store(pre_desc, pre, smem, batch, row, first)
             _store(out_desc, _activate(pre, ACTIVATION, out_desc.dtype), smem, batch, row, first)
@@ -220,7 +221,7 @@ _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first til
 
 
 def _config(
-    M: int, N: int, K: int, n_matrices: int, itemsize: int, registers_needed: bool, device: torch.device
+    M: int, N: int, K: int, n_matrices: int, itemsize: int, partial_sums: bool, device: torch.device
 ) -> tuple[int, dict[str, int]]:
     """Parts of K, and the tile, that take the least time."""
 
@@ -236,7 +237,7 @@ def _config(
 
     choices = [
         (tile, n_parts)
-        for tile in _TILES[registers_needed:]
+        for tile in _TILES[partial_sums:]  # a second accumulator leaves no registers for 256 columns
         for n_parts in (possible_parts(K, n_tiles(tile), device) if tile[-1] and n_matrices == 1 else (1,))
     ]
     (n_consumers, block_n, stages, *_), n_parts = min(choices, key=time)
@@ -257,9 +258,7 @@ def multiply(
     """What `hopper.matmul.multiply` does, with this module's kernel."""
     (M, N), K = out.shape[-2:], a.shape[-1]
     partial_sums = a.dtype in FLOAT8 and not reduced
-    # A second accumulator, or a long activation of many numbers at a time, has no registers beside 256 columns.
-    registers_needed = partial_sums or activation == "gelu"
-    n_parts, config = _config(M, N, K, batch[0][0], a.element_size(), registers_needed, a.device)
+    n_parts, config = _config(M, N, K, batch[0][0], a.element_size(), partial_sums, a.device)
     in_parts(
         lambda *arguments: _launch(*arguments, partial_sums, config),
         n_parts, 4,  # TMA stores rows that begin at multiples of 16 bytes
