@@ -352,8 +352,8 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 # %%
 # Blocks are powers of two and rows are not. A row of 8704 elements would take a block of 16384 and leave nearly half
 # of its registers empty, while a program with fewer registers has room for a neighbour on its multiprocessor, and two
-# programs have more loads under way than one. So the package holds a row of more than 2048 elements in two or three
-# blocks, here of 8192 and 1024, in `_layer_norm_fwd_blocks_kernel`. The arithmetic is the same.
+# programs have more loads under way than one. So the package holds a row of more than 2048 elements in two blocks,
+# here of 8192 and 1024, in `_layer_norm_fwd_two_blocks_kernel`. The arithmetic is the same.
 #
 # A row of a million elements does not fit into the registers of one program. Then the statistics have to be collected
 # on the way, as in the two loops above, but without their flaw. Every lane follows Welford's recurrence over the

@@ -93,7 +93,7 @@ def _store_affine(x_hat, weight_ptr, bias_ptr, y_ptrs, cols, mask):
 
 
 @triton.jit
-def _layer_norm_fwd_blocks_kernel(
+def _layer_norm_fwd_two_blocks_kernel(
     x_ptr,  # (n_rows, n_cols)
     weight_ptr,  # (n_cols,) or None
     bias_ptr,  # (n_cols,) or None
@@ -103,45 +103,32 @@ def _layer_norm_fwd_blocks_kernel(
     n_cols,
     x_row_stride,
     eps: tl.float64,
-    STARTS: tl.constexpr,  # first column of each block
-    BLOCKS: tl.constexpr,  # its columns, a power of two
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """Program i owns row i, in blocks of which only the last may reach past the end of the row.
+    """Program i owns row i, in two blocks: a power of two of columns, and the rest.
 
-    A single block would have to be the next power of two, and up to half of its registers would hold nothing.
+    One block would have to be the next power of two, and up to half of its registers would hold nothing.
     """
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    blocks = ()
-    # All loads come before the first sum, for which the warps wait for one another.
-    for i in tl.static_range(len(BLOCKS)):
-        cols = STARTS[i] + tl.arange(0, BLOCKS[i])
-        if i < len(BLOCKS) - 1:
-            blocks += (tl.load(x_ptr + row * x_row_stride + cols),)
-        else:
-            blocks += (tl.load(x_ptr + row * x_row_stride + cols, mask=cols < n_cols, other=0.0),)
-    total = tl.zeros((), COMPUTE_DTYPE)
-    for i in tl.static_range(len(BLOCKS)):
-        total += tl.sum(blocks[i].to(COMPUTE_DTYPE), axis=0)
-    mean = total / n_cols
+    head_cols = tl.arange(0, HEAD)
+    tail_cols = HEAD + tl.arange(0, TAIL)
+    tail_mask = tail_cols < n_cols
+    x_row_ptr = x_ptr + row * x_row_stride
+    head = tl.load(x_row_ptr + head_cols).to(COMPUTE_DTYPE)
+    tail = tl.load(x_row_ptr + tail_cols, mask=tail_mask, other=0.0).to(COMPUTE_DTYPE)
     if mean_ptr is not None:
+        mean = (tl.sum(head, axis=0) + tl.sum(tail, axis=0)) / n_cols
         tl.store(mean_ptr + row, mean)
-    squares = tl.zeros((), COMPUTE_DTYPE)
-    centered = ()
-    for i in tl.static_range(len(BLOCKS)):
-        x = blocks[i].to(COMPUTE_DTYPE)
-        if mean_ptr is not None:
-            x -= mean
-            if i == len(BLOCKS) - 1:
-                x = tl.where(STARTS[i] + tl.arange(0, BLOCKS[i]) < n_cols, x, 0.0)
-        centered += (x,)
-        squares += tl.sum(x * x, axis=0)
-    rstd = tl.rsqrt(squares / n_cols + tl.full((), eps, COMPUTE_DTYPE))
+        head -= mean
+        tail = tl.where(tail_mask, tail - mean, 0.0)
+    var = (tl.sum(head * head, axis=0) + tl.sum(tail * tail, axis=0)) / n_cols
+    rstd = tl.rsqrt(var + tl.full((), eps, COMPUTE_DTYPE))
     tl.store(rstd_ptr + row, rstd)
-    for i in tl.static_range(len(BLOCKS)):
-        cols = STARTS[i] + tl.arange(0, BLOCKS[i])
-        mask = cols < n_cols if i == len(BLOCKS) - 1 else None
-        _store_affine(centered[i] * rstd, weight_ptr, bias_ptr, y_ptr + row * n_cols + cols, cols, mask)
+    y_row_ptr = y_ptr + row * n_cols
+    _store_affine(head * rstd, weight_ptr, bias_ptr, y_row_ptr + head_cols, head_cols, None)
+    _store_affine(tail * rstd, weight_ptr, bias_ptr, y_row_ptr + tail_cols, tail_cols, tail_mask)
 
 
 @triton.jit
@@ -336,18 +323,6 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _fwd_blocks(n_cols: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """First columns and numbers of columns of the blocks for a row: two or three powers of two, each below the last."""
-    head = next_power_of_2(n_cols) // 2
-    rest = n_cols - head
-    # No smaller than an eighth of the first: then few kernels are compiled.
-    tail = max(next_power_of_2(rest), head // 8)
-    if tail - rest < head // 4:
-        return (0, head), (head, tail)
-    middle = tail // 2
-    return (0, head, head + middle), (head, middle, max(next_power_of_2(rest - middle), head // 8))
-
-
 def _bwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int, int]:
     """(rows, columns, warps, programs per multiprocessor) of a program in the backward pass."""
     tile = _BWD_TILE // 4 if x.dtype == torch.float64 else _BWD_TILE
@@ -419,11 +394,13 @@ def _layer_norm_fwd(
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
     elif n_cols * rstd.element_size() <= _FWD_MAX_BYTES:
-        starts, blocks = _fwd_blocks(n_cols)
-        num_warps = (4 if sum(blocks) <= 5120 else 8) * spread
+        head = next_power_of_2(n_cols) // 2
+        # No smaller than an eighth: then few kernels are compiled.
+        tail = max(next_power_of_2(n_cols - head), head // 8)
+        num_warps = (4 if head + tail <= 8192 else 8) * spread
         launch(
-            _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
-            STARTS=starts, BLOCKS=blocks, num_warps=num_warps,
+            _layer_norm_fwd_two_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
+            HEAD=head, TAIL=tail, num_warps=num_warps,
         )  # fmt: skip
     else:
         block_n = (1 if n_cols <= 32768 else 2) * _FWD_LONG_TILE * 2 // x.element_size()
