@@ -624,6 +624,160 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # us. More intensity does not help any more, and a little less traffic would not be noticed.
 
 # %%
+# Most products are no squares
+# ----------------------------
+#
+# A language model that answers one person multiplies a single row, or a few, by weights of many megabytes. The row has
+# as good as no bytes, and each byte of the weights serves two operations per row: we are back on the slope, at an
+# intensity of about :math:`M`, and reading the weights at the rate of a copy is all that can be asked. A tile has at
+# least 16 rows, most of which compute nothing; that is free as long as memory is what we wait for. What counts is how
+# many bytes a multiprocessor has on its way. Tiles of :math:`16 \times 64` with 256 steps of :math:`K` in each of four
+# stages ask for 128 KiB at a time.
+#
+# Here a layer of 4096 outputs and 14336 inputs gets one row after another, and the rate is that of all bytes.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["M"],
+        x_vals=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch"],
+        line_names=["triton_gallery", "torch"],
+        xlabel="rows M",
+        ylabel="GB/s",
+        plot_name="matmul-thin-fp16",
+        args={"N": 4096, "K": 14336},
+    ),
+    title="Product of M rows and a weight of 4096 × 14336, float16",
+    limit="copy",
+    rounds=3,
+)
+def bench_thin_matmul(M, N, K, provider):
+    x, weight = (torch.randn(rows, K, device=DEVICE, dtype=torch.float16) for rows in (M, N))
+    multiply = {"triton_gallery": tg.matmul, "torch": torch.matmul}[provider]
+    n_bytes = x.nbytes + weight.nbytes + 2 * M * N
+    return tg.benchmark.gbps(n_bytes, tg.benchmark.measure(lambda: multiply(x, weight.T)))
+
+
+report_thin = bench_thin_matmul.run()
+report_thin.plot()
+
+# %%
+
+report_thin
+
+# %%
+# Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
+# 128 × 128, and 116 of 132 multiprocessors would have nothing to do. So we cut :math:`K` into parts (*split K*). Every
+# part of every tile has a program, which leaves its sums in memory, in float32, and a second kernel adds up the parts:
+
+
+def matmul_in_parts(a, b, n_parts):
+    parts = [my_matmul(x, y).float() for x, y in zip(a.chunk(n_parts, dim=1), b.chunk(n_parts, dim=0), strict=True)]
+    return torch.stack(parts).sum(dim=0).to(a.dtype)
+
+
+a, b = torch.randn(64, 512, device=DEVICE).half(), torch.randn(512, 64, device=DEVICE).half()
+torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1)
+
+# %%
+# In the library the parts are one launch, since to a kernel that knows batches they are a batch, whose matrices happen
+# to lie side by side. Programs could also add to the result in memory, with atomic additions and without the second
+# kernel; but then the order of the additions, and with it the last bits, would change from run to run.
+#
+# And then there are sizes like 4095. No second row of such a matrix begins at a multiple of 16 bytes, so TMA cannot
+# address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little longer
+# and the result back: that is :math:`2 n^2` numbers in and out for each, against :math:`2 n^3` operations. The last
+# sweep is about the epilogue. It adds a bias and applies GELU, for which torch needs a kernel of its own.
+
+bias = torch.randn(8192, device=DEVICE).half()
+
+
+def separate(a, b):
+    return torch.nn.functional.gelu(torch.addmm(bias[: b.shape[1]], a, b))
+
+
+sweeps = {
+    "matmul-long-fp16": (
+        "Product of 512 × K and K × 512, float16",
+        "summands K",
+        [1024, 2048, 4096, 8192, 16384, 32768, 65536],
+        lambda K: ((512, K), (K, 512)),
+        {"triton_gallery": tg.matmul, "torch": torch.matmul},
+    ),
+    "matmul-odd-fp16": (
+        "Product of two square matrices with odd sides, float16",
+        "rows and columns of each matrix",
+        [511, 1023, 2047, 4095, 8191],
+        lambda n: ((n, n), (n, n)),
+        {
+            "triton_gallery": tg.matmul,
+            "torch": torch.matmul,
+            "torch.compile": torch.compile(torch.matmul, dynamic=False),
+        },
+    ),
+    "matmul-gelu-fp16": (
+        "Product of two square matrices, then a bias and GELU, float16",
+        "rows and columns of each matrix",
+        [512, 1024, 2048, 4096, 8192],
+        lambda n: ((n, n), (n, n)),
+        {
+            "triton_gallery": lambda a, b: tg.matmul(a, b, bias=bias[: b.shape[1]], activation="gelu"),
+            "torch": separate,
+            "torch.compile": torch.compile(separate, dynamic=False),
+        },
+    ),
+}
+a, b = torch.randn(33, 40, device=DEVICE).half(), torch.randn(40, 51, device=DEVICE).half()
+_, _, _, _, fused = sweeps["matmul-gelu-fp16"]
+torch.testing.assert_close(fused["triton_gallery"](a, b), separate(a, b), rtol=1e-2, atol=1e-2)
+
+
+def compare(name, title, xlabel, sizes, shapes, providers):
+    @tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["size"],
+            x_vals=sizes,
+            x_log=True,
+            line_arg="provider",
+            line_vals=list(providers),
+            line_names=list(providers),
+            xlabel=xlabel,
+            ylabel="TFLOP/s",
+            plot_name=name,
+            args={},
+        ),
+        title=title,
+        limit="matmul-fp16",
+        rounds=3,
+    )
+    def bench_other_matmuls(size, provider):
+        a, b = (torch.randn(shape, device=DEVICE, dtype=torch.float16) for shape in shapes(size))
+        (M, K), N = a.shape, b.shape[1]
+        return tg.benchmark.tflops(2 * M * N * K, tg.benchmark.measure(lambda: providers[provider](a, b)))
+
+    return bench_other_matmuls.run()
+
+
+reports = {name: compare(name, *sweep) for name, sweep in sweeps.items()}
+for other_report in reports.values():
+    other_report.plot()
+
+# %%
+
+reports["matmul-long-fp16"]
+
+# %%
+
+reports["matmul-odd-fp16"]
+
+# %%
+
+reports["matmul-gelu-fp16"]
+
+# %%
 # What the compiler made of it
 # ----------------------------
 #

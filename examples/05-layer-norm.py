@@ -515,9 +515,12 @@ print(backward_report.summary())
 # %%
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer, and for the backward pass there are two launches.
-# From there on the rate should rise with :math:`N`. The backward pass falls again behind :math:`N = 8192`. Four tiles
-# no longer fit into registers there, rows are cut into column blocks, and the row sums need a pass of their own over
-# `x` and `dy`: five trips instead of three.
+# From there on the rate should rise with :math:`N`. The backward pass falls again behind :math:`N = 8192`, where four
+# tiles no longer fit into registers. Up to 16384 columns of 16 bits, Hopper has room for `x` and `dy` in its shared
+# memory, from where they can be read twice, and registers hold the sums alone (`hopper/layer_norm.py`, in Gluon). But
+# one program then fills a multiprocessor, and when it waits, no other one works. Longer rows, and all of them on other
+# GPUs, are cut into column blocks. The row sums then need a pass of their own over `x` and `dy`: five trips instead of
+# three.
 #
 # The records agree: at 8192 columns the forward pass reaches :measured:`layer-norm-fwd-fp16: triton_gallery / limit at
 # 8192` of a copy and the backward pass :measured:`layer-norm-bwd-fp16: triton_gallery / limit at 8192`, which is
