@@ -610,12 +610,12 @@ assert sum(access.outside.sum() for access in trace.loads("x_ptr")) == 1250
 # References
 # ----------
 #
-# - `Triton: an intermediate language and compiler for tiled neural network computations
-#   <https://doi.org/10.1145/3315508.3329973>`_, Tillet, Kung and Cox, 2019: where blocks and programs come from.
-# - `Roofline: an insightful visual performance model <https://doi.org/10.1145/1498765.1498785>`_, Williams, Waterman
-#   and Patterson, 2009: why we count bytes before we measure.
-# - `The triton.language reference <https://triton-lang.org/main/python-api/triton.language.html>`_: every function
-#   that a kernel may call.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`tillet2019triton`: where blocks and programs come from.
+# - :cite:`williams2009roofline`: why we count bytes before we measure.
+# - :cite:`tritondocs`: its `list of functions <https://triton-lang.org/main/python-api/triton.language.html>`_ is what
+#   a kernel may call.
 
 # %%
 # Where this page ran

@@ -763,11 +763,11 @@ assert not torch.allclose(my_softmax(x), out)
 # References
 # ----------
 #
-# - `Online normalizer calculation for softmax <https://arxiv.org/abs/1805.02867>`_, Milakov and Gimelshein, 2018: one
-#   walk for both statistics.
-# - `Accurately computing the log-sum-exp and softmax functions <https://doi.org/10.1093/imanum/draa038>`_, Blanchard,
-#   Higham and Higham, 2021: what subtracting the maximum does to rounding errors.
-# - `FlashAttention <https://arxiv.org/abs/2205.14135>`_, Dao et al., 2022: where the online softmax leads.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`milakov2018online`: one walk for both statistics.
+# - :cite:`blanchard2021softmax`: what subtracting the maximum does to rounding errors.
+# - :cite:`dao2022flash`: where the online softmax leads.
 
 # %%
 # Where this page ran

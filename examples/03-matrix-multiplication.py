@@ -821,15 +821,15 @@ assert trace.bytes_loaded("b_ptr") == b.nbytes and trace.bytes_loaded("a_ptr") =
 # References
 # ----------
 #
-# - `Anatomy of high-performance matrix multiplication <https://doi.org/10.1145/1356052.1356053>`_, Goto and van de
-#   Geijn, 2008: tiles for every level of the memory, on CPUs.
-# - `CUTLASS: efficient GEMM in CUDA
-#   <https://docs.nvidia.com/cutlass/latest/media/docs/cpp/efficient_gemm.html>`_: the same hierarchy on GPUs, and the
-#   swizzled order of tiles.
-# - `Roofline: an insightful visual performance model <https://doi.org/10.1145/1498765.1498785>`_, Williams, Waterman
-#   and Patterson, 2009.
-# - `The tensor memory accelerator
-#   <https://docs.nvidia.com/cuda/parallel-thread-execution/index.html#tensors>`_, in NVIDIA's description of PTX.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`goto2008anatomy`: tiles for every level of the memory, on CPUs.
+# - :cite:`cutlass`: `Efficient GEMM in CUDA
+#   <https://docs.nvidia.com/cutlass/latest/media/docs/cpp/efficient_gemm.html>`_ shows the same hierarchy on GPUs, and
+#   the swizzled order of tiles.
+# - :cite:`williams2009roofline`: the two limits, and the chart.
+# - :cite:`ptx`: the `section on tensors <https://docs.nvidia.com/cuda/parallel-thread-execution/index.html#tensors>`_
+#   describes the tensor memory accelerator.
 
 # %%
 # Where this page ran

@@ -531,11 +531,11 @@ for p in (0.5, 0.25, 0.1):
 # References
 # ----------
 #
-# - `Dropout: a simple way to prevent neural networks from overfitting
-#   <https://jmlr.org/papers/v15/srivastava14a.html>`_, Srivastava et al., 2014.
-# - `Parallel random numbers: as easy as 1, 2, 3 <https://doi.org/10.1145/2063384.2063405>`_, Salmon et al., 2011:
-#   Philox, and why counters are enough.
-# - `Random numbers in triton.language
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`srivastava2014dropout`: why dropping elements helps a network to generalize.
+# - :cite:`salmon2011random`: Philox, and why counters are enough.
+# - :cite:`tritondocs`: the `random numbers of triton.language
 #   <https://triton-lang.org/main/python-api/triton.language.html#random-number-generation>`_.
 
 # %%

@@ -644,13 +644,12 @@ torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-4)
 # %%
 # References
 # ----------
-# - J. L. Ba, J. R. Kiros and G. E. Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
-# - B. Zhang and R. Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
-# - B. P. Welford, Note on a Method for Calculating Corrected Sums of Squares and Products, Technometrics 4(3), 1962,
-#   `doi:10.1080/00401706.1962.10490022 <https://doi.org/10.1080/00401706.1962.10490022>`_.
-# - T. F. Chan, G. H. Golub and R. J. LeVeque, Algorithms for Computing the Sample Variance: Analysis and
-#   Recommendations, The American Statistician 37(3), 1983,
-#   `doi:10.1080/00031305.1983.10483115 <https://doi.org/10.1080/00031305.1983.10483115>`_.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`ba2016layernorm`: the operation, and what it does for training.
+# - :cite:`zhang2019rmsnorm`: the same without a mean.
+# - :cite:`welford1962note`: the recurrence for mean and variance in one walk.
+# - :cite:`chan1983variance`: how such walks are joined, and what is lost by the textbook's formula.
 
 # %%
 # Where this page ran

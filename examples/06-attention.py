@@ -1141,17 +1141,14 @@ torch.testing.assert_close(dq, gradients_of(materialised_attention, q, k, v, dou
 # References
 # ----------
 #
-# - `Attention is all you need <https://arxiv.org/abs/1706.03762>`_, Vaswani et al., 2017: the formula.
-# - `Online normalizer calculation for softmax <https://arxiv.org/abs/1805.02867>`_, Milakov and Gimelshein, 2018:
-#   changing the reference of a sum.
-# - `Self-attention does not need O(n²) memory <https://arxiv.org/abs/2112.05682>`_, Rabe and Staats, 2021: attention
-#   without the matrix of scores.
-# - `FlashAttention <https://arxiv.org/abs/2205.14135>`_, Dao et al., 2022: the same, tile by tile on one chip, with the
-#   backward pass.
-# - `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_, Dao, 2023: one program for each tile of queries, and fewer
-#   operations that are no products.
-# - `FlashAttention-3 <https://arxiv.org/abs/2407.08608>`_, Shah et al., 2024: producers, consumers, and softmax under
-#   products on Hopper.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`vaswani2017attention`: the formula.
+# - :cite:`milakov2018online`: changing the reference of a sum.
+# - :cite:`rabe2021memory`: attention without the matrix of scores.
+# - :cite:`dao2022flash`: the same, tile by tile on one chip, with the backward pass.
+# - :cite:`dao2023flash2`: one program for each tile of queries, and fewer operations that are no products.
+# - :cite:`shah2024flash3`: producers, consumers, and softmax under products on Hopper.
 
 # %%
 # Where this page ran
