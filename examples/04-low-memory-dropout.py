@@ -34,9 +34,12 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 #    \text{out}_i = \begin{cases} x_i / (1 - p) & u_i \ge p \\ 0 & u_i < p \end{cases}
 #    \qquad u_i \text{ uniform in } [0, 1)
 #
-# Its gradient is the same operation with the same :math:`u_i`: where :math:`x_i` was dropped, no gradient flows. The
-# usual way to remember which ones those are is a mask, one byte per element, written by the forward and read by the
-# backward pass. We count bytes for each element of :math:`s` bytes:
+# A network that is trained like this must not rely on any single number. When it is used, nothing is dropped, and
+# thanks to the scale the next layer meets sums of the size that it was trained on.
+#
+# The gradient of dropout is the same operation with the same :math:`u_i`: where :math:`x_i` was dropped, no gradient
+# flows. The usual way to remember which ones those are is a mask, one byte per element, written by the forward and read
+# by the backward pass. We count bytes for each element of :math:`s` bytes:
 #
 # - forward: read :math:`x`, write :math:`\text{out}` (:math:`2s`), and write the mask (1)
 # - backward: read the incoming gradient, write the outgoing one (:math:`2s`), and read the mask (1)

@@ -623,7 +623,10 @@ for is_causal in (False, True):
 # --------------------------
 #
 # `triton_gallery.attention` has the arguments of torch's `scaled_dot_product_attention` and a few more. It takes any
-# strides, any lengths, and head dimensions up to 256. All three gradients agree with torch's on the awkward shape:
+# strides, any lengths, and head dimensions up to 256. The sizes of the tiles are a rule in its source, from
+# measurements, as on page three. (Like torch's, it does not take float8. Both products could take half the time then,
+# but three bits of mantissa are few for probabilities and values, and how much may be lost is for the caller to say.)
+# All three gradients agree with torch's on the awkward shape:
 
 for options in ({"is_causal": True}, {"scale": 0.3}):
     ours = gradients_of(tg.attention, q, k, v, dout, **options)
@@ -665,7 +668,9 @@ except ValueError as error:
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
 # matrix unit does about 256. So the exponentials take half as long as the products, and at a head dimension of 64 as
 # long. A program that first multiplies and then takes exponentials leaves each unit idle while the other works.
-# Therefore these kernels are written in Gluon, the lower level of Triton, where one can say which warps do what:
+# Therefore these kernels are written in Gluon, the lower level of Triton, where one can say which warps do what. (In
+# Triton itself, `tl.range(..., warp_specialize=True)` asks the compiler to divide the work of a loop. So far it does
+# that for simple loops, on Blackwell.)
 #
 # - One group of warps, the *producer*, does nothing but start copies of :math:`K` and :math:`V` from memory into
 #   shared memory. Two or three other groups, the *consumers*, own 64 queries each and do the arithmetic. Barriers in
@@ -895,10 +900,11 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions, tiles of 128: {(n + 1) / n - 1:5.1%} more work than what is credited")
 
 # %%
-# So every causal curve begins low, and the difference has all but vanished at 16384. Against cuDNN, with 4096
-# positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a mask
-# and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of long
-# and short tiles pays. With head dimension 64 and a mask there is least to win:
+# So every causal curve begins low, and the difference has all but vanished at 16384. (Smaller tiles along the diagonal,
+# which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against cuDNN, with
+# 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a
+# mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of
+# long and short tiles pays. With head dimension 64 and a mask there is least to win:
 # :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst.
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
