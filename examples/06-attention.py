@@ -109,7 +109,8 @@ for S in (512, 2048, 8192, 16384):
 #
 # An example, with tiles of two and the scores 1 and 3, then 2 and 5. After the first tile :math:`m = 3` and
 # :math:`\ell = e^{-2} + 1`. The second one brings :math:`m = 5`, hence :math:`r = e^{3 - 5}`, and
-# :math:`\ell = (e^{-2} + 1) \, e^{-2} + e^{-3} + 1`. Multiplied out, these are the four scores, each minus 5.
+# :math:`\ell = (e^{-2} + 1) \, e^{-2} + e^{-3} + 1`. Multiplied out this is :math:`e^{-4} + e^{-2} + e^{-3} + e^0`,
+# what the four scores minus 5 give at once.
 #
 # A query keeps :math:`m`, :math:`\ell` and the :math:`D` numbers of :math:`a`. No term of this depends on the length of
 # the sequence. (The programming guide has a chapter, *From softmax to flash attention*, that gets here one key at a
