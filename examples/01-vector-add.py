@@ -255,7 +255,8 @@ except ValueError as error:
 # A launch returns at once, while the GPU goes on working, so a clock around the call would measure the launch alone.
 # `measure` lets the GPU itself take the time, of many calls, and gives their median with the spread. `Benchmark`
 # declares the chart: a point for each of `x_vals`, and a curve for each *provider*, that is whose addition it is.
-# `limit="copy"` measures a copy beside them.
+# `limit="copy"` measures a copy beside them. In the table, shares of the limit go from next to nothing to a little more
+# than all of it; the section *What we saw* says why.
 
 
 @tg.benchmark.perf_report(
