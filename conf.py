@@ -20,6 +20,7 @@ extensions = [
     "findable",
     "finish",
     "gallery",  # before sphinx_gallery: it writes the pages that sphinx_gallery executes
+    "guide",
     "inventories",
     "kernels",
     "mathml",

@@ -17,8 +17,9 @@ You will learn:
 # ----------------------------
 #
 # Every page of this gallery starts with these lines. With a GPU, Triton compiles our kernels for it. Without one, the
-# package switches Triton's interpreter on: the same kernels then run on the CPU, one NumPy operation after the other.
-# That is slow and exact, which is what one wants for learning, so this page runs on any machine.
+# package switches Triton's *interpreter* on: the same kernels then run on the CPU, one NumPy operation after the other.
+# That is slow, but the results are the same up to rounding, so this page runs on any machine where `triton-gallery` is
+# installed with its extra `examples`. `DEVICE` is where our tensors go: the GPU, or else the CPU.
 
 import torch
 import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
@@ -42,16 +43,21 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 #
 # .. math:: t = \frac{12 \, n \text{ bytes}}{\text{bandwidth of the memory}}
 #
-# and the bandwidth is what a plain copy of a large tensor reaches. That is the limit which this page measures
-# against. There is nothing clever to do about an addition; what we learn is how to say it.
+# and the bandwidth, in bytes per second, is what a plain copy of a large tensor reaches. That is the limit which this
+# page measures against. There is nothing clever to do about an addition; what we learn is how to say it.
 
 # %%
 # One program, one block
 # ----------------------
 #
-# A *kernel* is a function that runs on the GPU. In Triton it works on *blocks*: `tl.arange(0, 16)` is a block of 16
-# integers, `x_ptr + offsets` a block of 16 addresses, and `tl.load` fetches all of them at once. How a block spreads
-# over the threads of the hardware is the compiler's business. Here is the smallest kernel that adds two vectors.
+# A GPU is made of *multiprocessors*, more than a hundred in a large one. Each has *registers*, the storage next to its
+# arithmetic units, and some *shared memory*. Behind them are the *L2 cache*, which all of them share, and the memory
+# that holds our tensors. The work is done by *threads*, 32 of which move together as a *warp*.
+#
+# A *kernel* is a function that runs there. In Triton it works on *blocks*: `tl.arange(0, 16)` is a block of 16
+# integers, `x_ptr + offsets` a block of 16 addresses, counted in elements and not in bytes, and `tl.load` fetches all
+# of them at once. How a block spreads over threads is the compiler's business. It is called by `@triton.jit`, at the
+# kernel's first launch. Here is the smallest kernel that adds two vectors.
 
 
 @triton.jit
@@ -68,20 +74,20 @@ add_16_kernel[(1,)](x, y, out)
 torch.testing.assert_close(out, x + y)
 
 # %%
-# `add_16_kernel[(1,)](x, y, out)` launches one *program*, one run of the kernel. A tensor that we pass arrives as a
-# pointer to its first element, hence the names that end in `_ptr`; the kernel knows nothing of shapes. `out` was
-# allocated by us, because a kernel returns nothing and writes to memory.
+# `add_16_kernel[(1,)](x, y, out)` launches one *program*, one run of the kernel: how many there are to be stands in the
+# brackets. A tensor that we pass arrives as a pointer to its first element, hence the names that end in `_ptr`; the
+# kernel knows nothing of shapes. `out` was allocated by us, because a kernel returns nothing and writes to memory.
 #
-# Two things keep this kernel from being useful. The length of a block is a power of two, and our vectors are not. And
-# one program runs on one of the GPU's many multiprocessors, while the others are idle.
+# Two things keep this kernel from being useful. The length of a block has to be a power of two, and those of our
+# vectors are not. And one program runs on one of the GPU's many multiprocessors, while the others are idle.
 
 # %%
 # Many programs share the work
 # ----------------------------
 #
 # So we launch as many programs as there are blocks. They all run the same code, at the same time or one after
-# another, in any order; `tl.program_id(0)` tells each of them which one it is. This is the whole idea, written as a
-# Python loop:
+# another, in any order; `tl.program_id(0)` tells each of them which one it is, along the first axis of up to three.
+# This is the whole idea, written as a Python loop:
 
 
 def add_in_blocks(x, y, block_size):
@@ -100,7 +106,7 @@ torch.testing.assert_close(add_in_blocks(x, y, block_size=8), x + y)
 # %%
 # On the GPU the loop disappears: the launch names the number of programs, its *grid*, and the hardware hands them to
 # the multiprocessors. To see who owns what, we let every program write its number to its elements and look at the
-# memory.
+# memory. (`tl.constexpr` marks a number that the compiler has to know; why, we see below.)
 
 
 @triton.jit
@@ -111,11 +117,11 @@ def owner_kernel(owner_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
 
 owner = torch.full((32,), -1, dtype=torch.int32, device=DEVICE)
 owner_kernel[(4,)](owner, 27, BLOCK_SIZE=8)
-owner
+print(owner)
 
 # %%
-# Four programs with blocks of 8 cover 27 elements and could touch 32. The *mask* `offsets < n_elements` switches five
-# lanes of the last program off: where we had put -1, it still stands.
+# Four programs with blocks of 8 cover 27 elements and could touch 32. The *mask* `offsets < n_elements` switches off
+# five *lanes*, as the places of a block are called, of the last program: the -1 that we had put there still stands.
 
 # %%
 # The kernel that the library runs
@@ -153,12 +159,13 @@ torch.testing.assert_close(out, x + y, rtol=0, atol=0)
 print(trace)
 
 # %%
-# This is the cost from the top of the page, measured: each element of three vectors is touched once, 12 bytes for
-# each of 27 sums. The column `outside` counts lanes that were switched on and point past the end of their vector. It
-# should be 0, always.
+# This is the cost from the top of the page, measured: each element of three vectors is touched once (`times each`), 12
+# bytes for each of 27 sums. The column `outside` counts lanes that were switched on and point past the end of their
+# vector. It should be 0, always.
 #
 # In the picture, look for the staircase: each program has a step of its own, at the same place in all three vectors.
-# The last step is cut short. Its hatched lanes lie past the end, and the mask has switched them off.
+# The last step is cut short. Its hatched lanes lie past the end, and the mask has switched them off. (Code that draws
+# may be skipped, here and later. `hits` are the elements that an access touched.)
 
 import matplotlib.pyplot as plt
 
@@ -185,19 +192,23 @@ plt.show()
 #
 # - `BLOCK_SIZE: tl.constexpr` is known when the kernel is compiled. It has to be: a block's shape decides how many
 #   registers a program needs. Another block size is another compilation, whereas `n_elements` may change from call to
-#   call.
+#   call, with two compilations for all its values: one for multiples of 16 and one for the others.
 # - `tl.program_id(0)` is :math:`i`. It is a 32-bit number, and :math:`iB` can exceed what 32 bits hold, so we widen
-#   it *before* the product. A kernel without that cast works for years, until someone adds two tensors of 8 GiB.
+#   it *before* the product. A kernel without that cast works for years, until someone adds more than
+#   :math:`2^{31}` numbers.
 # - `offsets` is a block of :math:`B` integers, and `mask` a block of :math:`B` truth values. Only the last program
-#   has lanes that are switched off; a masked lane reads nothing and writes nothing.
+#   has lanes that are switched off; a masked lane reads nothing and writes nothing. What it holds is undefined, which
+#   is of no consequence here; page two gives it a value.
 # - `tl.load` brings :math:`B` values into registers. Neighbouring lanes read neighbouring addresses, so the hardware
 #   joins them into few, wide transactions.
 # - `x + y` adds element by element, with the same meaning as in PyTorch.
-# - `triton.cdiv(n_elements, 1024)` divides and rounds up. The *grid* is a tuple because it may have up to three axes.
+# - `triton.cdiv(n_elements, 1024)` divides and rounds up. The grid is a tuple because it may have up to three axes. It
+#   may be a function as well, such as `lambda meta: (triton.cdiv(n_elements, meta["BLOCK_SIZE"]),)`, which Triton calls
+#   with the launch's keyword arguments. Whoever lets Triton choose the block size needs that.
 #
-# Why 1024? Each program has 128 threads (4 *warps* of 32) unless we ask for another number, so a block of 1024 gives
-# each of them 8 elements, that is two loads of 16 bytes from each input. That is enough to keep the memory busy, and
-# few enough for the registers.
+# Why 1024? Each program has 128 threads (4 warps of 32) unless the launch asks for more, as in `num_warps=8`. So a
+# block of 1024 gives each of them 8 elements, that is two loads of 16 bytes, the widest there are, from each input.
+# That is enough to keep the memory busy, and few enough for the registers.
 
 # %%
 # It agrees with torch, to the last bit
@@ -216,8 +227,8 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 #
 # Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, one device. `triton_gallery.add`
 # trusts nobody. It takes what `torch.add` takes, promotes dtypes, broadcasts, scales by `alpha`, has gradients, and
-# refuses the rest in words. When both tensors lie in memory in the same dense order it launches the kernel above;
-# otherwise a second one works out the address of each element from the strides.
+# refuses the rest in words. When both tensors fill their memory without gaps and in the same order, it launches the
+# kernel above; otherwise a second one works out the address of each element from the strides.
 
 matrix = torch.randn(5, 7, device=DEVICE, requires_grad=True)
 row = torch.randn(7, device=DEVICE, dtype=torch.float16, requires_grad=True)
@@ -239,7 +250,13 @@ except ValueError as error:
 # We measure from 16 KiB to 1 GiB per tensor, against torch's own addition and against what `torch.compile` makes of
 # it. The figure of merit is the useful bandwidth: 12 bytes per element, divided by the time. Between any two runs the
 # L2 cache is flushed, so that every byte has to come from memory. Without a GPU we show the record of the last
-# measured run.
+# measured run, which says itself whether anything has changed since.
+#
+# A launch returns at once, while the GPU goes on working, so a clock around the call would measure the launch alone.
+# `measure` lets the GPU itself take the time, of many calls, and gives their median with the spread. `Benchmark`
+# declares the chart: a point for each of `x_vals`, and a curve for each *provider*, that is whose addition it is.
+# `limit="copy"` measures a copy beside them. In the table, shares of the limit go from next to nothing to a little more
+# than all of it; the section *What we saw* says why.
 
 
 @tg.benchmark.perf_report(
@@ -400,25 +417,26 @@ ladder
 # Under the roofline
 # ------------------
 #
-# The sentence from the top of this page has a picture. Across goes the *arithmetic intensity*, operations per byte, and
-# up goes the rate of arithmetic. No kernel gets above the *roofline*: on its slope memory sets the time, on its flat
-# part the arithmetic units do. An addition stands at 1/12 operation per byte and nothing can move it to the right.
+# The sentence from the top of this page has a picture. Its horizontal axis is the *arithmetic intensity*, operations
+# per byte, and its vertical axis the rate of arithmetic. No kernel gets above the *roofline*: on its slope memory sets
+# the time, on its flat part the arithmetic units do, and the *ridge* is where the two meet. An addition stands at 1/12
+# operation per byte and nothing can move it to the right.
 
-rates = report.series("triton_gallery")
+rates = report.series("triton_gallery")  # in GB/s; divided by 12 bytes and by 1000, in TFLOP/s
 tg.benchmark.roofline(report, {f"$2^{{{n}}}$ elements": (1 / 12, rates[2**n] / 12 / 1000) for n in (16, 20, 28)})
 
 # %%
 # Look at how far left the points are: there are thousands of times more operations to be had than an addition has use
-# for. (The flat part is that of the matrix unit, which this page does not use; without it the roof is lower, and still
-# far away.) Only the distance to the slope counts, and large vectors close it.
+# for. (The flat part is that of the matrix unit, which multiplies small matrices and nothing else. For additions the
+# roof is lower, and still far away.) Only the distance to the slope counts, and large vectors close it.
 
 # %%
 # What the compiler made of it
 # ----------------------------
 #
 # We can ask for the machine code without having the GPU. The next line compiles what a call of `tg.add` would launch
-# for four GPUs: three generations of NVIDIA's and one of AMD's. A tensor on the `meta` device has a shape and no
-# data.
+# for four GPUs: NVIDIA's A100 (`sm_80`), H100 and H200 (`sm_90`) and B200 (`sm_100`), and AMD's MI300 (`gfx942`). A
+# tensor on the `meta` device has a shape and no data.
 
 x = torch.empty(2**20, device="meta")
 tg.codegen.inspect(tg.add, x, x)
@@ -426,15 +444,15 @@ tg.codegen.inspect(tg.add, x, x)
 # %%
 # The widest load moves 128 bits, four float32 at a time. No load of an H200 is wider, and we did not ask for it: the
 # compiler saw that the addresses of a block follow each other, that the tensors start at a multiple of 16 bytes, and
-# that `n_elements` is a multiple of 16, so that the mask never cuts such a group in two. Nothing is spilled to
-# memory, and shared memory, where the threads of a program exchange data, is not needed: no element depends on
-# another.
+# that `n_elements` is a multiple of 16, so that the mask never cuts such a group in two. Registers suffice, without
+# *spills* to memory, and shared memory, where the threads of a program exchange data, is not needed: no
+# element depends on another. (Stages are for loops, and come with page two.)
 #
 # The way from the source to these instructions has four stops, and at each of them the compiler says which line of the
 # source an instruction came from. *TTIR* is our kernel with the types written out: blocks are still blocks. *TTGIR*
 # says in `#blocked` which thread holds which elements of a block; here begins the GPU. *PTX* is what one thread does,
-# in NVIDIA's assembly for all its GPUs, and *SASS* what the multiprocessor of this one executes. Open it, look for
-# `tl.load`, and follow the line to the right.
+# in NVIDIA's assembly for all its GPUs, and *SASS* what the multiprocessor of this one executes. Look for `tl.load`,
+# and follow it through the stages, which stand beside the line on the web page and below it in a terminal.
 
 tg.codegen.listing(tg.add, x, x)
 
@@ -452,7 +470,7 @@ print(report.summary())
 #
 # On the GPU of the record, ours runs at :measured:`vector-add-fp32: triton_gallery / limit at 268435456` of the copy's
 # rate with 2²⁸ elements. (A sum reads two tensors and writes one, which suits this memory slightly better than a copy
-# does, hence values above 100 %.) With 4096 elements the host decides, and we reach
+# does, hence values above 100 %.) With 4096 elements the host, the CPU that launches, decides, and we reach
 # :measured:`vector-add-fp32: triton_gallery / torch at 4096` of torch's rate.
 
 # %%
@@ -471,7 +489,7 @@ def unmasked_add_kernel(x_ptr, y_ptr, out_ptr, BLOCK_SIZE: tl.constexpr):
 
 buffers = torch.zeros(3, 2048, device=DEVICE)
 x, y, out = buffers[:, :1000]
-x.normal_(), y.normal_()
+buffers[:2, :1000].normal_()  # x and y
 neighbours = buffers[2, 1000:]  # the memory right behind `out`; somebody else's, as far as this kernel is concerned
 neighbours.fill_(7)
 
@@ -503,11 +521,16 @@ torch.testing.assert_close(neighbours, torch.full_like(neighbours, 7))
 # Exercises
 # ---------
 #
-# 1. Write a kernel for :math:`x \cdot y + z`. Count its bytes first: how much faster is it than `x * y` followed by
-#    `+ z`, when both are memory-bound? (Hint: the two steps move 24 bytes per element together.)
-# 2. Launch `_add_kernel` with `BLOCK_SIZE=1000`, read the error, and explain it to someone.
-# 3. `my_add(x[::2], y[::2])` returns something wrong. Say what it returns, then give the kernel a stride for each
-#    tensor and check it. (Hint: the address of element :math:`i` is the pointer plus :math:`i` times the stride.)
+# When a kernel of yours is wrong, the guide's chapter *Finding what is wrong* has the tools.
+#
+# 1. Write a kernel for :math:`x \cdot y + z`. Count its bytes first, and let `tg.trace` confirm them. How much faster
+#    is it than `x * y` followed by `+ z`, when both are memory-bound? (Hint: the two steps move 24 bytes per element
+#    together.)
+# 2. Launch `_add_kernel` with `BLOCK_SIZE=1000` on vectors of 1000 numbers, and read the last line of the error. What
+#    has to change, and what does not?
+# 3. For `x` and `y` of 5000 numbers, `my_add(x[::2], y[::2])` returns something wrong. Say what it returns, then give
+#    the kernel a stride for each tensor and check it. (Hint: the address of element :math:`i` is the pointer plus
+#    :math:`i` times the stride. The output of `torch.empty_like` has no gaps.)
 
 # %%
 # Solutions
@@ -518,8 +541,8 @@ torch.testing.assert_close(neighbours, torch.full_like(neighbours, 7))
 # Solution 1: multiply and add in one kernel
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The kernel reads three vectors and writes one, 16 bytes per element. The two steps move 24, so at best the fused
-# kernel takes two thirds of their time.
+# The kernel reads three vectors and writes one, 16 bytes per element. The two steps move 24, so at best the one kernel
+# takes two thirds of their time.
 
 
 @triton.jit
@@ -540,8 +563,8 @@ assert trace.bytes_loaded() + trace.bytes_stored() == 16 * 10007
 # Solution 2: a block of 1000
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The length of a block must be a power of two: its elements are dealt out to threads, and their number is one. A length
-# of 1000 takes a block of 1024 and a mask.
+# The length of a block must be a power of two: its elements are dealt out to threads, and their number is one. The
+# vectors may stay as they are: a block of 1024 takes them, with a mask.
 
 from triton.errors import TritonError
 
@@ -588,12 +611,12 @@ assert sum(access.outside.sum() for access in trace.loads("x_ptr")) == 1250
 # References
 # ----------
 #
-# - `Triton: an intermediate language and compiler for tiled neural network computations
-#   <https://doi.org/10.1145/3315508.3329973>`_, Tillet, Kung and Cox, 2019: where blocks and programs come from.
-# - `Roofline: an insightful visual performance model <https://doi.org/10.1145/1498765.1498785>`_, Williams, Waterman
-#   and Patterson, 2009: why we count bytes before we measure.
-# - `The triton.language reference <https://triton-lang.org/main/python-api/triton.language.html>`_: every function
-#   that a kernel may call.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`tillet2019triton`: where blocks and programs come from.
+# - :cite:`williams2009roofline`: why we count bytes before we measure.
+# - :cite:`tritondocs`: its `list of functions <https://triton-lang.org/main/python-api/triton.language.html>`_ is what
+#   a kernel may call.
 
 # %%
 # Where this page ran

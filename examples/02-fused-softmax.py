@@ -197,11 +197,15 @@ plt.show()
 #   float32. In float16 the sum of many exponentials stops growing at 2048, because 2048 + 1 rounds to 2048.
 # - `tl.max(x, axis=1, keep_dims=True)` is :math:`m`, one number for each row of the tile. Threads reduce what they
 #   hold, threads of a warp exchange registers, and warps meet in shared memory; Triton writes all three steps.
+# - `tl.exp` takes the hardware's exponential, which is fast and may be off in the last digits of float32.
 # - `numerator * (1 / denominator)` divides once per row and multiplies once per number. Products are much cheaper.
 # - `if IS_LOG` is decided when the kernel is compiled. `triton_gallery.log_softmax` is the same text with another
 #   ending, and neither pays for the other.
 # - `do_not_specialize` keeps the compiler from making a kernel of its own for a number of rows that is 1, or a
 #   multiple of 16. It would gain nothing. For `n_cols` it gains much: a multiple of 16 allows wide loads.
+# - `num_warps` is not in the kernel but a matter of the launch: over how many warps a tile spreads. The longer the row,
+#   the more warps it takes to keep each thread's share small. The library takes 2 to 16, from a small table that was
+#   measured; page three has a clock choose.
 
 # %%
 # It agrees with torch on an awkward shape
@@ -560,7 +564,27 @@ tg.codegen.inspect(tg.softmax, x)
 # room for the blocks that are on their way.
 
 long_x = torch.empty(4096, 131072, dtype=torch.float16, device="meta")
-tg.codegen.inspect(tg.softmax, long_x)
+long_report = tg.codegen.inspect(tg.softmax, long_x)
+long_report
+
+# %%
+# From such a row follows how many programs a multiprocessor can hold at a time, its *occupancy*. Its registers, threads
+# and shared memory are shared out among them, and what runs out first decides. For the online kernel on an A100, which
+# has 65536 registers, 2048 threads and 163 KiB of shared memory on each multiprocessor:
+
+online = next(kernel for kernel in long_report.kernels if kernel.target == "sm_80")
+threads = 32 * online.num_warps
+room = {
+    "registers": 65536 // (online.registers * threads),
+    "threads": 2048 // threads,
+    "shared memory": 163 * 1024 // online.shared,
+}
+print(f"programs of {threads} threads that have room:", room)
+
+# %%
+# So programs beyond these would not run sooner, they would queue. That is why the online kernel's programs loop over
+# rows, which makes it a *persistent kernel*: two are launched for each multiprocessor, or one where the rows of two
+# would push each other out of the L2 cache.
 
 # %%
 # Line by line, the reductions are the ones to follow. `tl.max` is one operation in TTIR. In PTX it has become a chain
@@ -763,11 +787,11 @@ assert not torch.allclose(my_softmax(x), out)
 # References
 # ----------
 #
-# - `Online normalizer calculation for softmax <https://arxiv.org/abs/1805.02867>`_, Milakov and Gimelshein, 2018: one
-#   walk for both statistics.
-# - `Accurately computing the log-sum-exp and softmax functions <https://doi.org/10.1093/imanum/draa038>`_, Blanchard,
-#   Higham and Higham, 2021: what subtracting the maximum does to rounding errors.
-# - `FlashAttention <https://arxiv.org/abs/2205.14135>`_, Dao et al., 2022: where the online softmax leads.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`milakov2018online`: one walk for both statistics.
+# - :cite:`blanchard2021softmax`: what subtracting the maximum does to rounding errors.
+# - :cite:`dao2022flash`: where the online softmax leads.
 
 # %%
 # Where this page ran

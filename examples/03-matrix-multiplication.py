@@ -325,6 +325,10 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 # - `rows % M` replaces a mask. The last tiles reach past the end, and their surplus rows wrap round to rows that
 #   exist: the loads are valid, the products are computed and thrown away by the mask of the store. In the loop, where
 #   the time goes, nothing is left to check.
+# - `a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak` is where a tile of :math:`A` lies. Element
+#   :math:`(m, k)` of any matrix is :math:`m` row strides and :math:`k` column strides behind the first, whether it is
+#   dense, cut out of a larger one or transposed, which exchanges the two. A step along :math:`K` is an addition to all
+#   of them.
 # - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
 #   that addresses follow each other, and a remainder hides that. If :math:`M` is a multiple of 16, runs of 16 stay
 #   whole.
@@ -333,7 +337,8 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   multiplies it as it is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs
 #   to 10 bits of mantissa first.
 # - The loop has no barrier and no mention of shared memory. The compiler puts `num_stages` tiles there in advance, so
-#   that the copies for the next rounds are under way while the matrix unit works on this one.
+#   that the copies for the next rounds are under way while the matrix unit works on this one. More stages hide more of
+#   the memory's latency, and take room from larger tiles.
 # - `offs_k`, the rows and the batch are 64-bit numbers before they meet a stride, because a matrix may have more than
 #   :math:`2^{31}` elements.
 
@@ -350,6 +355,49 @@ torch.testing.assert_close(my_matmul(b.T, a.T), (a @ b).T)
 error = (my_matmul(a, b).double() - a.double() @ b.double()).abs().max().item()
 print(f"largest error {error:.1e}, next to half of the last digit of the largest result:", end=" ")
 print(f"{(a @ b).abs().max().log2().floor().exp2().item() * 2**-11:.1e}")
+
+# %%
+# Which tile is best? A clock can tell
+# ------------------------------------
+#
+# Sizes of tiles, `num_warps` and `num_stages` do not change the result, but for the rounding of sums, and decide about
+# the speed. The best ones depend on the GPU and the shape, and `triton.autotune` finds them by trying. It gets a list
+# of configurations and a *key*, the names of some arguments. At the first launch with new values of these arguments it
+# times all configurations; from then on it takes the fastest. The grid is a function now, since the tuner alone knows
+# the sizes. Here it is for the second rung. Without a GPU there is nothing to time, and a stand-in finds all alike.
+
+
+def no_clock(run, quantiles):
+    run()
+    return [0.0] * len(quantiles)
+
+
+tuned_kernel = triton.autotune(
+    configs=[
+        triton.Config({"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 32}, num_warps=2, num_stages=5),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}, num_warps=4, num_stages=4),
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}, num_warps=8, num_stages=3),
+    ],
+    key=["M", "N", "K"],
+    do_bench=no_clock if triton.knobs.runtime.interpret else None,
+)(tiled_kernel)
+
+
+def tuned_matmul(a, b):
+    (M, K), N = a.shape, b.shape[1]
+    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    tuned_kernel[lambda meta: (triton.cdiv(M, meta["BLOCK_M"]) * triton.cdiv(N, meta["BLOCK_N"]),)](a, b, out, M, N, K)
+    return out
+
+
+torch.testing.assert_close(tuned_matmul(a, b), a @ b)
+print("chosen:", tuned_kernel.best_config.kwargs)
+
+# %%
+# The price is paid at the first launch for each key: every configuration is compiled and run many times. A model whose
+# lengths change all the time would tune all the time, unless the key is a rounded length. The library does without. Its
+# `_config` is a rule of a few lines, made from measurements: nothing is tried in a first call, and everybody gets the
+# same kernel, with the same bits. The third chapter of the guide has more about tuning.
 
 # %%
 # From a kernel to a function
@@ -446,7 +494,9 @@ torch.testing.assert_close(out, a @ b)
 # left out. Large products draw so much power that the GPU lowers its clock, and what ran a moment ago matters: each
 # provider is measured in three rounds, in alternating order. Inputs are random, since zeros would need less power.
 #
-# In float8, torch offers `torch._scaled_mm`, whose sums are as exact as ours by default; its scales are 1 here.
+# A float8 number has half the bits of a float16, and the matrix unit takes two in the place of one, but reads them only
+# along :math:`K`. So :math:`B` lies transposed in memory. torch offers `torch._scaled_mm` for them, whose sums are as
+# exact as ours by default; its scales are 1 here.
 
 from functools import partial
 
@@ -975,15 +1025,15 @@ assert trace.bytes_loaded("b_ptr") == b.nbytes and trace.bytes_loaded("a_ptr") =
 # References
 # ----------
 #
-# - `Anatomy of high-performance matrix multiplication <https://doi.org/10.1145/1356052.1356053>`_, Goto and van de
-#   Geijn, 2008: tiles for every level of the memory, on CPUs.
-# - `CUTLASS: efficient GEMM in CUDA
-#   <https://docs.nvidia.com/cutlass/latest/media/docs/cpp/efficient_gemm.html>`_: the same hierarchy on GPUs, and the
-#   swizzled order of tiles.
-# - `Roofline: an insightful visual performance model <https://doi.org/10.1145/1498765.1498785>`_, Williams, Waterman
-#   and Patterson, 2009.
-# - `The tensor memory accelerator
-#   <https://docs.nvidia.com/cuda/parallel-thread-execution/index.html#tensors>`_, in NVIDIA's description of PTX.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`goto2008anatomy`: tiles for every level of the memory, on CPUs.
+# - :cite:`cutlass`: `Efficient GEMM in CUDA
+#   <https://docs.nvidia.com/cutlass/latest/media/docs/cpp/efficient_gemm.html>`_ shows the same hierarchy on GPUs, and
+#   the swizzled order of tiles.
+# - :cite:`williams2009roofline`: the two limits, and the chart.
+# - :cite:`ptx`: the `section on tensors <https://docs.nvidia.com/cuda/parallel-thread-execution/index.html#tensors>`_
+#   describes the tensor memory accelerator.
 
 # %%
 # Where this page ran

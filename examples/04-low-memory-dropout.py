@@ -34,9 +34,12 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 #    \text{out}_i = \begin{cases} x_i / (1 - p) & u_i \ge p \\ 0 & u_i < p \end{cases}
 #    \qquad u_i \text{ uniform in } [0, 1)
 #
-# Its gradient is the same operation with the same :math:`u_i`: where :math:`x_i` was dropped, no gradient flows. The
-# usual way to remember which ones those are is a mask, one byte per element, written by the forward and read by the
-# backward pass. We count bytes for each element of :math:`s` bytes:
+# A network that is trained like this must not rely on any single number. When it is used, nothing is dropped, and
+# thanks to the scale the next layer meets sums of the size that it was trained on.
+#
+# The gradient of dropout is the same operation with the same :math:`u_i`: where :math:`x_i` was dropped, no gradient
+# flows. The usual way to remember which ones those are is a mask, one byte per element, written by the forward and read
+# by the backward pass. We count bytes for each element of :math:`s` bytes:
 #
 # - forward: read :math:`x`, write :math:`\text{out}` (:math:`2s`), and write the mask (1)
 # - backward: read the incoming gradient, write the outgoing one (:math:`2s`), and read the mask (1)
@@ -531,11 +534,11 @@ for p in (0.5, 0.25, 0.1):
 # References
 # ----------
 #
-# - `Dropout: a simple way to prevent neural networks from overfitting
-#   <https://jmlr.org/papers/v15/srivastava14a.html>`_, Srivastava et al., 2014.
-# - `Parallel random numbers: as easy as 1, 2, 3 <https://doi.org/10.1145/2063384.2063405>`_, Salmon et al., 2011:
-#   Philox, and why counters are enough.
-# - `Random numbers in triton.language
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`srivastava2014dropout`: why dropping elements helps a network to generalize.
+# - :cite:`salmon2011random`: Philox, and why counters are enough.
+# - :cite:`tritondocs`: the `random numbers of triton.language
 #   <https://triton-lang.org/main/python-api/triton.language.html#random-number-generation>`_.
 
 # %%

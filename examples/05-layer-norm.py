@@ -21,7 +21,9 @@ You will learn:
 # .. math:: y = \hat{x} \cdot w + b, \qquad \hat{x} = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}}
 #
 # where :math:`\mu` and :math:`\sigma^2` are the mean and the variance of the row, :math:`w` and :math:`b` hold one
-# weight and one bias for each of the :math:`N` columns, and :math:`\epsilon` keeps the root away from zero.
+# weight and one bias for each of the :math:`N` columns, and :math:`\epsilon` keeps the root away from zero. So the
+# numbers of a deep network keep one size, whatever the batch, as each row looks at itself alone. Every block of a
+# transformer does it twice.
 #
 # An element costs about eight arithmetic operations. In float16 it also costs two bytes to read and two to write, and
 # in the time a modern GPU takes to move those four bytes it could do dozens of operations. So the arithmetic is nearly
@@ -141,7 +143,7 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # - `weight_ptr`, `bias_ptr` or `mean_ptr` may be `None`. That is known while the kernel is compiled, so the
 #   branch costs nothing when it runs. Without a mean, the kernel computes RMS norm.
 #
-# Five lines launch it:
+# Five lines launch it. (`num_warps=8` spreads a row over 256 threads; the library takes more for longer rows.)
 
 
 def layer_norm_forward(x, w, b, eps=1e-5, BLOCK_M=1):
@@ -201,8 +203,12 @@ torch.testing.assert_close(y, expected)
 #
 # - Atomic additions. They are made in whatever order the programs happen to run, floating-point addition depends on
 #   the order, and so two runs differ in their last bits.
-# - A lock around each group of rows. The programs queue up for it, and a forgotten barrier gives wrong sums that look
-#   right.
+# - A lock. Some tens of buffers of :math:`N` numbers each stand ready, and row :math:`i` adds to buffer :math:`i`
+#   modulo their number. Before it does, it waits in a loop until `tl.atomic_cas(lock, 0, 1)` returns 0; it loads, adds,
+#   stores and sets the lock back to 0. That takes one program per row and few registers. But programs queue up, the
+#   order of the queue decides the last bits, and without a barrier before the release some threads are still storing
+#   when the next program loads: wrong sums that look right. The interpreter, in which programs never meet, cannot show
+#   it.
 # - Partial sums. A program adds up its own rows and writes the result as one row of a small matrix. When all are done,
 #   a second kernel adds the rows of that matrix, in an order that never changes.
 #
@@ -647,13 +653,12 @@ torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-4)
 # %%
 # References
 # ----------
-# - J. L. Ba, J. R. Kiros and G. E. Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
-# - B. Zhang and R. Sennrich, `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_, 2019.
-# - B. P. Welford, Note on a Method for Calculating Corrected Sums of Squares and Products, Technometrics 4(3), 1962,
-#   `doi:10.1080/00401706.1962.10490022 <https://doi.org/10.1080/00401706.1962.10490022>`_.
-# - T. F. Chan, G. H. Golub and R. J. LeVeque, Algorithms for Computing the Sample Variance: Analysis and
-#   Recommendations, The American Statistician 37(3), 1983,
-#   `doi:10.1080/00031305.1983.10483115 <https://doi.org/10.1080/00031305.1983.10483115>`_.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`ba2016layernorm`: the operation, and what it does for training.
+# - :cite:`zhang2019rmsnorm`: the same without a mean.
+# - :cite:`welford1962note`: the recurrence for mean and variance in one walk.
+# - :cite:`chan1983variance`: how such walks are joined, and what is lost by the textbook's formula.
 
 # %%
 # Where this page ran

@@ -8,7 +8,7 @@ You will learn:
 
 - what the matrix of scores costs, and how a softmax that arrives in tiles does without it
 - how one number per query lets the backward pass compute the scores again
-- which program owns what, so that five matrix products need no atomic addition
+- which five matrix products lead back, and which program owns what, so that no sum needs an atomic addition
 - which tiles a causal mask leaves out, and what it does to a tile with nothing in it
 """
 
@@ -43,17 +43,17 @@ def materialised_attention(q, k, v):
     return p @ v
 
 
-q, k, v = torch.randn(3, 2, 113, 40, device=DEVICE).unbind()
+q, k, v = torch.randn(3, 2, 113, 40, device=DEVICE).unbind()  # two heads
 torch.testing.assert_close(
     materialised_attention(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v), rtol=1e-4, atol=1e-4
 )
 
 # %%
-# Let us count, as on the pages before. Each of the two products takes :math:`2 S^2 D` operations, together
-# :math:`4 S^2 D`. The inputs and the output are :math:`4 S D` numbers. But the scores and the probabilities are
-# :math:`S^2` numbers each, and each of them is written by one line and read by the next: four trips to memory. Here is
-# the account for the sizes that we measure below. A longer sequence means fewer of them, so that the number of
-# positions stays the same.
+# Let us count, as on the pages before. Each of the two products takes :math:`2 S^2 D` operations, a multiplication and
+# an addition for each of :math:`S^2 D` terms, together :math:`4 S^2 D`. The inputs and the output are :math:`4 S D`
+# numbers. But the scores and the probabilities are :math:`S^2` numbers each, and each of them is written by one line
+# and read by the next: four trips to memory. Here is the account for the sizes that we measure below. There are 16384
+# positions in all, so the longer the sequences are, the fewer there are of them.
 
 n_positions, width, head_dim = 16384, 2048, 128
 for S in (512, 2048, 8192, 16384):
@@ -64,10 +64,11 @@ for S in (512, 2048, 8192, 16384):
     print(f"{flops / (io + 4 * scores):3.0f} with the scores in memory, {flops / io:4.0f} without")
 
 # %%
-# With the scores in memory the arithmetic intensity cannot exceed :math:`4 S^2 D / 8 S^2 = D / 2` operations per byte,
-# however long the sequence is. That is less than the matrix units of today ask for (page three), so memory would set
-# the time. Without them it is :math:`S / 2`, and attention can run at the rate of a matrix product. All it takes is
-# never to write the scores down.
+# With the scores in memory, four trips of :math:`S^2` numbers with two bytes each, the arithmetic intensity cannot
+# exceed :math:`4 S^2 D / 8 S^2 = D / 2` operations per byte, however long the sequence is. That is to the left of the
+# *ridge*, the intensity from which on the matrix units of today set the time (page three), so memory would set it.
+# Without the scores it is :math:`4 S^2 D / 8 S D = S / 2`, and attention can run at the rate of a matrix product. All
+# it takes is never to write the scores down.
 
 # %%
 # A sum may change its reference at any time
@@ -75,8 +76,8 @@ for S in (512, 2048, 8192, 16384):
 #
 # The two products could be joined tile by tile, as page three would do it, were it not for the softmax in between. It
 # needs the maximum and the sum of a whole row of scores before it can give out the first probability. Page two met the
-# way out, the online softmax. Here it carries a third value along. Let us look at one query, with scores
-# :math:`s_j` and values :math:`v_j`, in five short steps.
+# way out, the online softmax. Here it carries a third value along. Let us look at one query :math:`q`, with scores
+# :math:`s_j = \sigma \, q \cdot k_j` and values :math:`v_j`, in five short steps.
 #
 # *One.* Its output is a quotient of two sums, and any number :math:`c` may be taken off all the exponents, since the
 # factor :math:`e^{-c}` cancels:
@@ -95,16 +96,25 @@ for S in (512, 2048, 8192, 16384):
 #
 # .. math:: m_t = \max\bigl(m_{t-1}, \max_{j \in t} s_j\bigr) \qquad r_t = e^{m_{t-1} - m_t} \qquad p_j = e^{s_j - m_t}
 #
+# Here :math:`j \in t` are the keys of tile :math:`t`. The :math:`p_j` are not probabilities yet: nobody has divided.
+#
 # *Four.* Both sums move to the new reference, then take up the new tile:
 #
 # .. math::
 #    \ell_t = \ell_{t-1} \, r_t + \sum_{j \in t} p_j \qquad a_t = a_{t-1} \, r_t + \sum_{j \in t} p_j \, v_j
 #
-# *Five.* After the last tile, :math:`o = a / \ell`. There is one division for each query, and none for each score.
+# At the start :math:`m_0 = -\infty` and both sums are 0.
+#
+# *Five.* After the last tile, :math:`o = a / \ell`: a division for each number of the output, and none for each score.
+#
+# An example, with tiles of two and the scores 1 and 3, then 2 and 5. After the first tile :math:`m = 3` and
+# :math:`\ell = e^{-2} + 1`. The second one brings :math:`m = 5`, hence :math:`r = e^{3 - 5}`, and
+# :math:`\ell = (e^{-2} + 1) \, e^{-2} + e^{-3} + 1`. Multiplied out this is :math:`e^{-4} + e^{-2} + e^{-3} + e^0`,
+# what the four scores minus 5 give at once.
 #
 # A query keeps :math:`m`, :math:`\ell` and the :math:`D` numbers of :math:`a`. No term of this depends on the length of
 # the sequence. (The programming guide has a chapter, *From softmax to flash attention*, that gets here one key at a
-# time.) Below are the five steps for all queries at once. The names are those of the kernel to come: `row_max`
+# time.) Below are the five steps for all queries at once. The names are those of the kernels to come: `row_max`
 # is :math:`m`, `row_sum` is :math:`\ell`, `acc` is :math:`a` and `rescale` is :math:`r`.
 
 
@@ -128,8 +138,8 @@ torch.testing.assert_close(out, materialised_attention(q, k, v), rtol=1e-4, atol
 
 # %%
 # The largest temporary, `s`, is now as wide as a tile. The function returns a second value, which costs next to
-# nothing: :math:`L = m + \log \ell`, the logarithm of the sum of all exponentials, or *logsumexp*. It is a maximum and
-# a sum in one number, and it does not depend on the reference:
+# nothing: :math:`L = m + \log \ell`, the logarithm of the sum of all exponentials, or *logsumexp*, `lse` in the code.
+# It is a maximum and a sum in one number, and it does not depend on the reference:
 #
 # .. math::
 #    L = m + \log \sum_j e^{s_j - m} = \log \sum_j e^{s_j} \qquad
@@ -141,6 +151,71 @@ torch.testing.assert_close(out, materialised_attention(q, k, v), rtol=1e-4, atol
 
 p = torch.exp(q @ k.mT * q.shape[-1] ** -0.5 - lse[..., None])
 torch.testing.assert_close(p @ v, out, rtol=1e-4, atol=1e-4)
+
+# %%
+# The loop becomes a kernel
+# -------------------------
+#
+# All of this fits into a small kernel, line by line what `tiled_attention` does. A program owns `BLOCK_M` queries, and
+# axis 1 of the grid counts the heads. 40 columns take a block of 64, padded with zeros, which add nothing to a score.
+# Keys past the end get a score of :math:`-\infty`, as page two pads a row.
+
+
+@triton.jit
+def load_rows(x_ptr, rows, seq_len, head_dim, BLOCK_D: tl.constexpr):
+    cols = tl.arange(0, BLOCK_D)
+    mask = (rows < seq_len)[:, None] & (cols < head_dim)[None, :]
+    return tl.load(x_ptr + rows[:, None] * head_dim + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(x_ptr, tile, rows, seq_len, head_dim, BLOCK_D: tl.constexpr):
+    cols = tl.arange(0, BLOCK_D)
+    mask = (rows < seq_len)[:, None] & (cols < head_dim)[None, :]
+    tl.store(x_ptr + rows[:, None] * head_dim + cols[None, :], tile.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def small_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seq_len, head_dim, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64) * seq_len  # rows of all heads before this one
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(q_ptr + head * head_dim, rows, seq_len, head_dim, BLOCK_D)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(0, seq_len, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr + head * head_dim, keys, seq_len, head_dim, BLOCK_D)
+        v = load_rows(v_ptr + head * head_dim, keys, seq_len, head_dim, BLOCK_D)
+        s = tl.dot(q, k.T, input_precision="ieee") * scale
+        s = tl.where(keys[None, :] < seq_len, s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        p = tl.exp(s - new_max[:, None])
+        rescale = tl.exp(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    store_rows(out_ptr + head * head_dim, acc / row_sum[:, None], rows, seq_len, head_dim, BLOCK_D)
+    tl.store(lse_ptr + head + rows, row_max + tl.log(row_sum), mask=rows < seq_len)
+
+
+def small_attention(q, k, v):
+    (n_heads, seq_len, head_dim), out, lse = q.shape, torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
+    sizes, BLOCK_D = (seq_len, head_dim, head_dim**-0.5), triton.next_power_of_2(head_dim)
+    grid = (triton.cdiv(seq_len, 32), n_heads)
+    small_attention_kernel[grid](q, k, v, out, lse, *sizes, BLOCK_M=32, BLOCK_N=32, BLOCK_D=BLOCK_D)
+    return out, lse
+
+
+for ours, expected in zip(small_attention(q, k, v), (out, lse), strict=True):
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+# %%
+# This *is* flash attention. What follows makes it general, with masks, strides and every length, and it makes it fast.
+# The loop stays.
 
 # %%
 # A mask leaves whole tiles out
@@ -155,14 +230,16 @@ torch.testing.assert_close(p @ v, out, rtol=1e-4, atol=1e-4)
 #
 # For a tile of queries, the tiles of keys then come in up to five groups, one after the other: skipped, masked, full,
 # masked, skipped. *Full* means that all queries of the tile are allowed all its keys, so that no mask has to be
-# computed. These are the two functions that the kernels use. The first one finds the groups. The second one is the
-# rule itself, element by element, for the masked tiles.
+# computed. These are the two functions that the kernels use. The first one finds the groups. Among the queries of a
+# tile, the last one sees furthest to the right, so it decides where the walk ends; the first one sees least far, so it
+# decides where the full tiles end. At the lower limit it is the other way round. The second function is the rule
+# itself, element by element, for the masked tiles.
 
 # quote: triton_gallery.attention._tile_bounds
 # quote: triton_gallery.attention._is_allowed
 
 # %%
-# We let the first function speak: a kernel of four lines calls it for each tile of queries and stores what it says.
+# We let the first function speak: a kernel of five lines calls it for each tile of queries and stores what it says.
 # Then we compare with the rule itself, computed in PyTorch for every pair of query and key: nothing in a skipped tile
 # may be allowed, and everything in a full one must be.
 
@@ -172,7 +249,7 @@ def tile_bounds_kernel(bounds_ptr, seq_q, seq_k, lower, upper, BLOCK: tl.constex
     start = tl.program_id(0) * BLOCK
     last = tl.minimum(start + BLOCK, seq_q) - 1
     bounds = _tile_bounds(start, last, lower, upper, seq_k, BLOCK, HAS_LOWER, True)
-    for i in tl.static_range(4):
+    for i in tl.static_range(4):  # unrolled, since which item of a tuple is meant has to be known to the compiler
         tl.store(bounds_ptr + tl.program_id(0) * 4 + i, bounds[i])
 
 
@@ -211,7 +288,8 @@ for ax, (name, (lower, upper)) in zip(axes, masks.items(), strict=True):
     kinds = tile_kinds(seq_q, seq_k, lower, upper, block)
     edges = [range(0, (n + 1) * block, block) for n in reversed(kinds.shape)]
     ax.pcolormesh(*edges, kinds, cmap=ListedColormap(colors.values()), vmin=0, vmax=2, edgecolors="#999999", lw=0.5)
-    ax.plot([upper, upper + seq_q], [0, seq_q], color="black", linewidth=1)
+    for limit in {lower, upper} - {None}:
+        ax.plot([limit, limit + seq_q], [0, seq_q], color="black", linewidth=1)
     ax.set(title=name, xlabel="key (position)", aspect="equal", xlim=(0, edges[0][-1]), ylim=(edges[1][-1], 0))
     counts = torch.bincount(kinds.flatten(), minlength=3).tolist()
     print(f"{name + ':':22}{', '.join(f'{n} {kind}' for n, kind in zip(counts, colors, strict=True))}")
@@ -221,9 +299,9 @@ figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=Fals
 plt.show()
 
 # %%
-# Only the tiles that a limit crosses need a mask, and those at the right end, since 130 keys do not fill the ninth
-# tile. With :math:`n` tiles on each side a causal mask leaves :math:`n (n + 1) / 2` of :math:`n^2`. The longer the
-# sequence, the closer this comes to one half.
+# Only the tiles that a limit, a black line, crosses need a mask, and those at the right end, since 130 keys do not fill
+# the ninth tile. With :math:`n` tiles on each side a causal mask leaves :math:`n (n + 1) / 2` of :math:`n^2`. The
+# longer the sequence, the closer this comes to one half.
 #
 # The first two pictures differ in where a query sits among the keys. In the first, query 0 sits at key 0, which is
 # torch's rule. In the second, the last query sits at the last key. That is what a model needs when it has a few new
@@ -235,8 +313,9 @@ plt.show()
 #
 # A program owns a tile of queries and walks the keys, as `tiled_attention` does. Other programs own other queries and
 # need nothing of it. First come the helpers: which tile is mine, and how to load and store a tile whatever its strides
-# are. A few names belong to features that we do not need yet: with `USE_TMA` a hardware unit copies whole tiles, as on
-# page three, and `PRECISION` says how to multiply float32.
+# are. (The four strides of a tensor arrive as a tuple.) A few names belong to features that we do not need yet: with
+# `USE_TMA` a hardware unit copies whole tiles, as on page three, `PRECISION` says how to multiply float32, `ALIGN`
+# promises that strides are multiples of it, and `group_size` heads of queries share a head of keys, here one.
 
 # quote: triton_gallery.attention._tile_and_head
 # quote: triton_gallery.attention._tile_ptrs
@@ -245,7 +324,7 @@ plt.show()
 
 # %%
 # And this is the kernel. The argument list is long, since there are four tensors of four strides each. The loop in the
-# middle is the loop from above.
+# middle is the loop from above. Only `s` differs a little: in the kernel it is still without :math:`\sigma`.
 
 # quote: triton_gallery.attention._attention_fwd_kernel
 
@@ -266,7 +345,8 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, launch=launch
     launch(
         _attention_fwd_kernel, (n_programs,),
         q, k, v, out, lse, seq_q, seq_k, n_heads, n_heads // n_kv_heads, batch * n_heads,
-        q.stride(), k.stride(), v.stride(), out.stride(), 0, 0, head_dim**-0.5,
+        q.stride(), k.stride(), v.stride(), out.stride(),
+        0, 0, head_dim**-0.5,  # lower, upper and scale
         HAS_LOWER=False, HAS_UPPER=is_causal, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
         BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D, ALIGN=1, USE_TMA=False, PRECISION="ieee",
     )  # fmt: skip
@@ -284,7 +364,10 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, launch=launch
 #   into the gaps, is how any list of jobs ends early on many machines.
 # - `scale_log2` holds :math:`\sigma \log_2 e`. The hardware computes :math:`2^x`, and :math:`e^x = 2^{x \log_2 e}`.
 #   With the factor inside the scale, the change of base costs nothing, and `s * scale_log2 - new_max` is one
-#   instruction for each score.
+#   instruction for each score. `scale` itself is declared as float64, as on page four.
+# - `tl.minimum(..., 0.0)`: that one instruction does not round its product, whereas the product inside `new_max` was
+#   rounded. So the largest score may come out a little above its own maximum, and a huge one far above. A NaN has to
+#   stay one, and `tl.minimum` would drop it, hence `propagate_nan`.
 # - `row_max` begins at the lowest finite number where `tiled_attention` has :math:`-\infty`. The section before the
 #   exercises shows why.
 # - `for part in tl.static_range(...)` is unrolled when the kernel is compiled. It becomes two loops for a causal mask,
@@ -344,7 +427,7 @@ visited = np.full((6, 6), -1)  # for each tile of queries and tile of keys: when
 tile_owner = trace.owner("out_ptr")[0, 0, ::16, 0]
 for row, program in enumerate(tile_owner.tolist()):
     for order, access in enumerate(trace.loads("k", program)):
-        visited[row, access.hits[0] // (16 * 16)] = order
+        visited[row, access.hits[0] // (16 * 16)] = order  # a tile has 16 × 16 elements
 kinds = tile_kinds(96, 96, None, 0, block=16).numpy()
 assert ((visited >= 0) == (kinds > 0)).all()
 print(trace)
@@ -364,6 +447,7 @@ def of_last_query(name, n):
     return np.array([value[15] for program, value in trace.watched[name] if program == (0, 0, 0)])[:n]
 
 
+# One value for each of six tiles; the running values have one more, with which they begin.
 row_max, row_sum, rescale, acc = map(of_last_query, ("row_max", "row_sum", "rescale", "acc"), (7, 7, 6, 7))
 figure = plt.figure(figsize=(10, 5.4), layout="constrained")
 figure.suptitle("Causal attention in tiles: the order of the tiles, and the running values of the last query")
@@ -381,6 +465,7 @@ places, labels = (
 ax.set(title="when a tile is computed", xlabel="tile of 16 keys", ylabel="queries", aspect="equal", ylim=(6, 0))
 ax.set(xticks=places, xticklabels=range(6), yticks=places, yticklabels=labels)
 tiles = range(1, 7)
+# The kernel's maxima are exponents of 2; times log(2) they are scores.
 axes["max"].step(tiles, row_max[1:] * math.log(2), where="post", color="#0072B2", marker="o", markersize=4)
 axes["max"].set(title="row_max: the reference", ylabel="score (no unit)")
 axes["rescale"].bar(tiles, rescale, color="#E69F00", width=0.5)
@@ -402,8 +487,8 @@ plt.show()
 # -----------------------
 #
 # Training asks for the gradients of :math:`Q`, :math:`K` and :math:`V`, and gives us :math:`dO`, the gradient of the
-# output. We go backwards through the formula, one step at a time. The last step was :math:`O = P V`, a product of two
-# matrices, so page three tells us both gradients:
+# loss with respect to the output; every :math:`d` is meant like this. We go backwards through the formula, one step at
+# a time. The last step was :math:`O = P V`, a product of two matrices, so page three tells us both gradients:
 #
 # .. math:: dV = P^{\mathsf T} \, dO \qquad dP = dO \, V^{\mathsf T}
 #
@@ -418,14 +503,15 @@ plt.show()
 # .. math:: \delta_i = \sum_j P_{ij} \; dO_i \cdot v_j = dO_i \cdot \sum_j P_{ij} \, v_j = dO_i \cdot O_i
 #
 # It is the dot product of two rows that lie in memory. (Whoever uses the logsumexp, too, sends back a gradient
-# :math:`dL`. Since :math:`\partial L_i / \partial s_{ij} = P_{ij}`, it joins :math:`\delta_i` with a minus sign, and
-# nothing else changes.) The first step was a product again:
+# :math:`dL`. Since :math:`\partial L_i / \partial s_{ij} = P_{ij}`, there is :math:`\delta_i - dL_i` in the place of
+# :math:`\delta_i`, and nothing else changes.) The first step, :math:`s_{ij} = \sigma \, q_i \cdot k_j`, was a product
+# again:
 #
 # .. math:: dQ = \sigma \, dS \, K \qquad dK = \sigma \, dS^{\mathsf T} Q
 #
-# Together with :math:`S = Q K^{\mathsf T}`, from which :math:`P = e^{\sigma S - L}` is made anew, these are the five
-# products: :math:`S`, :math:`dP`, :math:`dV`, :math:`dQ` and :math:`dK`. The forward pass has two, so the backward pass
-# costs 2.5 times as much arithmetic.
+# Together with :math:`Q K^{\mathsf T}`, from which :math:`P_{ij} = e^{s_{ij} - L_i}` is made anew, these are the five
+# products: :math:`Q K^{\mathsf T}`, :math:`dP`, :math:`dV`, :math:`dQ` and :math:`dK`. The forward pass has two, so the
+# backward pass costs 2.5 times as much arithmetic.
 #
 # Now for who computes what. :math:`P` and :math:`dS` exist one tile at a time, as before. A tile of :math:`dK` or
 # :math:`dV` is a sum over *queries*, and a tile of :math:`dQ` is a sum over *keys*. A program that walks along queries
@@ -470,8 +556,9 @@ torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 #
 # The outer loops are the launch grids of two kernels. In each of them every number of a gradient belongs to one
 # program, which adds to it in registers, tile after tile, and stores it once. No two programs ever write to the same
-# address. So there are no atomic additions, and no sum depends on which program happened to be faster: the same inputs
-# give the same bits, in every run. The forward pass has this property for the same reason.
+# address. So there are no atomic additions, which the memory makes itself in whatever order they arrive, and no sum
+# depends on which program happened to be faster: the same inputs give the same bits, in every run. The forward pass has
+# this property for the same reason. (A faster kernel gives it up for :math:`dQ`; we come to that.)
 #
 # The price is that `p_and_ds` runs twice for each tile. The two kernels have seven products, four and three, where
 # the formulas have five. We credit five to everybody when we measure.
@@ -507,7 +594,8 @@ def my_dk_dv(q, k, v, out, lse, dout, is_causal=False, BLOCK_M=64, BLOCK_N=32):
     _attention_bwd_dkdv_kernel[(n_programs,)](
         q, k, v, dout, lse_log2, delta, dk, dv,
         seq_q, delta.shape[-1], seq_k, n_heads, n_heads // n_kv_heads, batch * n_kv_heads,
-        q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), 0, 0, head_dim**-0.5,
+        q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
+        0, 0, head_dim**-0.5,  # lower, upper and scale
         HAS_LOWER=False, HAS_UPPER=is_causal, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
         BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_D, ALIGN=1, USE_TMA=False, PRECISION="ieee",
     )  # fmt: skip
@@ -527,16 +615,19 @@ for is_causal in (False, True):
 
 # %%
 # `_attention_bwd_dq_kernel` is its mirror image, and the second half of `tiled_backward`: a program owns a tile of
-# queries and walks the keys between the bounds of the forward pass. Three products make :math:`S`, :math:`dP` and
-# :math:`dQ`. With :math:`L` at hand there is no maximum, no sum and no rescaling, so the loop is simpler than that of
-# the forward pass.
+# queries and walks the keys between the bounds of the forward pass. Its three products are :math:`Q K^{\mathsf T}`,
+# :math:`dP` and :math:`dQ`. With :math:`L` at hand there is no maximum, no sum and no rescaling, so the loop is simpler
+# than that of the forward pass.
 
 # %%
 # From kernels to a function
 # --------------------------
 #
 # `triton_gallery.attention` has the arguments of torch's `scaled_dot_product_attention` and a few more. It takes any
-# strides, any lengths, and head dimensions up to 256. All three gradients agree with torch's on the awkward shape:
+# strides, any lengths, and head dimensions up to 256. The sizes of the tiles are a rule in its source, from
+# measurements, as on page three. (Like torch's, it does not take float8. Both products could take half the time then,
+# but three bits of mantissa are few for probabilities and values, and how much may be lost is for the caller to say.)
+# All three gradients agree with torch's on the awkward shape:
 
 for options in ({"is_causal": True}, {"scale": 0.3}):
     ours = gradients_of(tg.attention, q, k, v, dout, **options)
@@ -546,7 +637,7 @@ for options in ({"is_causal": True}, {"scale": 0.3}):
 # %%
 # A model that generates text keeps the keys and values of all earlier positions. It often has several heads of queries
 # for each head of keys, *grouped-query attention*, to keep that cache small. Three new queries against eleven keys, the
-# last query at the last key, eight heads on two:
+# last query at the last key, eight heads on two, which has to be asked for, as in torch:
 
 new_q = torch.randn(1, 8, 3, 40, device=DEVICE)
 cached_k, cached_v = torch.randn(2, 1, 2, 11, 40, device=DEVICE)
@@ -578,7 +669,9 @@ except ValueError as error:
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
 # matrix unit does about 256. So the exponentials take half as long as the products, and at a head dimension of 64 as
 # long. A program that first multiplies and then takes exponentials leaves each unit idle while the other works.
-# Therefore these kernels are written in Gluon, the lower level of Triton, where one can say which warps do what:
+# Therefore these kernels are written in Gluon, the lower level of Triton, where one can say which warps do what. (In
+# Triton itself, `tl.range(..., warp_specialize=True)` asks the compiler to divide the work of a loop. So far it does
+# that for simple loops, on Blackwell.)
 #
 # - One group of warps, the *producer*, does nothing but start copies of :math:`K` and :math:`V` from memory into
 #   shared memory. Two or three other groups, the *consumers*, own 64 queries each and do the arithmetic. Barriers in
@@ -586,8 +679,8 @@ except ValueError as error:
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
 #   own product.
-# - The keys are walked from the diagonal backwards. Then only the first tile of a walk can need a mask. It holds at
-#   least one key that is allowed to each query, so the reference is finite from the start.
+# - Here the keys are walked from the diagonal backwards. Then only the first tile of a walk can need a mask. It holds
+#   at least one key that is allowed to each query, so the reference is finite from the start.
 # - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
 #   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
 #
@@ -597,7 +690,7 @@ except ValueError as error:
 # and so :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do not.
 #
 # Who needs the same bits every time says so in torch's own words. `torch.use_deterministic_algorithms(True)` makes the
-# library take the two walks with seven products instead:
+# library take the two walks with seven products instead. (Without a GPU it always does.)
 
 half = [torch.randn(1, 2, 100, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
 torch.use_deterministic_algorithms(True)
@@ -752,7 +845,8 @@ reports["bwd", 64, True]
 # -------------------------------------------------
 #
 # At the top of the page we counted :math:`S / 2` operations per byte for the forward pass without scores in memory. The
-# backward pass has :math:`10 S^2 D` operations, and eight matrices of :math:`S D` numbers to move: :math:`5 S / 8`.
+# backward pass has :math:`10 S^2 D` operations. It reads :math:`Q`, :math:`K`, :math:`V`, :math:`O` and :math:`dO`, and
+# writes three gradients: eight matrices of :math:`S D` numbers, which makes :math:`10 S^2 D / 16 S D = 5 S / 8`.
 
 report = reports["fwd", 128, False]
 forward, backward = (reports[direction, 128, False].series("triton_gallery") for direction in ("fwd", "bwd"))
@@ -761,9 +855,9 @@ points |= {f"backward, S = {S}": (5 * S / 8, backward[S]) for S in (512, 2048, 1
 tg.benchmark.roofline(report, points, title="Attention, head dimension 128, float16")
 
 # %%
-# All points are to the right of the ridge, where the matrix unit sets the limit. With the scores in memory they would
-# be at 64 operations per byte at best, however long the sequence: on the slope, where the roof itself is lower than
-# what long sequences reach here.
+# All points are to the right of the ridge, where slope and flat part meet: the matrix unit sets the limit. With the
+# scores in memory they would be at 64 operations per byte at best, however long the sequence: on the slope, where the
+# roof itself is lower than what long sequences reach here.
 
 # %%
 # What the compiler made of it
@@ -780,9 +874,10 @@ tg.codegen.inspect(tg.attention, q_meta, k_meta, v_meta, is_causal=True)
 # products are `wgmma`, which a whole group of warps issues together. The other rows are the kernel quoted above:
 # `mma` on Ampere's matrix units, `tcgen05` on Blackwell's, `mfma` on AMD's.
 #
-# The machine code of this kernel is long, so we show it line by line as far as TTGIR. The two `tl.dot` of the loop have
-# layouts `#mma` for their sums, and the probabilities change theirs, by `ttg.convert_layout`, on the way from one to
-# the other.
+# The machine code of this kernel is long, so we show it line by line as far as TTGIR. A layout says which thread holds
+# what. The two `tl.dot` of the loop leave their sums in the layout `#mma`; on the way from one to the other, the
+# probabilities change theirs by `ttg.convert_layout`, an exchange between threads wherever registers do not fit as they
+# are.
 
 tg.codegen.listing(tg.attention, q_meta, k_meta, v_meta, is_causal=True, target="sm_80", stages=("ttir", "ttgir"))
 
@@ -798,24 +893,25 @@ print(reports["fwd", 128, True].summary())
 # curve should be nearly flat. What bends it is the fixed cost of a tile of queries, its loads at the start and its
 # division and store at the end, which a short walk along the keys pays for more often.
 #
-# Under a causal mask, the tiles on the diagonal are computed in full and credited by half. With :math:`n` tiles on each
-# side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count:
+# Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
+# :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count:
 
 for seq_len in (512, 1024, 4096, 16384):
     n = seq_len // 128
     print(f"{seq_len:5} positions, tiles of 128: {(n + 1) / n - 1:5.1%} more work than what is credited")
 
 # %%
-# So every causal curve begins low, and the difference has all but vanished at 16384. Against cuDNN, with 4096
-# positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a mask
-# and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of long
-# and short tiles pays. With head dimension 64 and a mask there is least to win:
-# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst. The limit is a hard one: a
-# matrix
-# product has no exponentials to wait for. Head dimension 64 has twice as many of them for the same operations, which
-# should keep its curves further from the limit. The backward pass has five products for each exponential where the
-# forward pass has two. Against this stands that it has more tiles to keep at a time, in registers and shared memory,
-# and that :math:`dQ` has to travel to memory and back. These are the other six sweeps:
+# So every causal curve begins low, and the difference has all but vanished at 16384. (Smaller tiles along the diagonal,
+# which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against cuDNN, with
+# 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a
+# mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of
+# long and short tiles pays. With head dimension 64 and a mask there is least to win:
+# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst.
+#
+# The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
+# for the same operations, which should keep its curves further from the limit. The backward pass has five products for
+# each exponential where the forward pass has two. Against this stands that it has more tiles to keep at a time, in
+# registers and shared memory, and that :math:`dQ` has to travel to memory and back. These are the other six sweeps:
 
 for sweep_of, report in reports.items():
     if sweep_of not in (("fwd", 128, False), ("fwd", 128, True)):
@@ -897,16 +993,19 @@ check(tg.attention(q1[None], k1[None], v1[None], is_causal=True, window=16)[0], 
 # Exercises
 # ---------
 #
-# 1. One query against a long cache is one tile of queries for each head, too few programs for a GPU. Give each of
-#    several programs a part of the keys, and join their results. Try it in PyTorch first, with
+# 1. One query against a long cache is one tile of queries for each head, too few programs for a GPU. So each of several
+#    programs should take a part of the keys, and their results be joined. Show in PyTorch how to join, with
 #    `tg.attention(..., return_lse=True)` on two halves of the keys. (Hint: the results are averaged, with the softmax
 #    of their logsumexps as weights.)
-# 2. Let `start` in `_attention_fwd_kernel` count from the beginning, and draw which program ends when, on four
-#    multiprocessors, with a causal mask and eight tiles of queries. Both orders have the same work; how long does each
-#    take?
+# 2. What if `start` in `_attention_fwd_kernel` counted from the beginning? Suppose four multiprocessors, eight tiles of
+#    queries under a causal mask, and for each tile of queries as many units of time as it has tiles of keys. Draw who
+#    works on what, in both orders, on paper or in Python. The work is the same; how long does each order take?
 # 3. Give the kernel a bias of :math:`-\beta (i - j)` on its scores, for causal masks, as the ALiBi method has it. Which
 #    line changes? The backward kernels need that line, too. Why does nothing else in them change, and why is
-#    :math:`\delta` the same as before?
+#    :math:`\delta` the same as before? (Try it on the loops in PyTorch.)
+# 4. Write a kernel for :math:`dQ`, in the manner of `small_attention_kernel` and with its helpers: a program owns a
+#    tile of queries, has their :math:`L` and :math:`\delta`, and walks the keys. (Hint: `p_and_ds` and the last loop of
+#    `tiled_backward` are the plan. How many values run along now?)
 
 # %%
 # Solutions
@@ -1007,20 +1106,56 @@ torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, dout), rtol=1e-4, atol=1e-4)
 
 # %%
+# Solution 4: a kernel for dQ
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+#
+# One value runs along, the sum itself. :math:`L` knows the whole row already, so nothing is rescaled and nothing
+# divided. Keys past the end are masked as before. It looks as if their rows of zeros could add nothing, but their score
+# of 0 may lie so far above :math:`L` that the exponential is infinite, and infinity times 0 is NaN.
+
+
+@triton.jit
+def small_dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, seq_len, head_dim, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1).to(tl.int64) * seq_len
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(q_ptr + head * head_dim, rows, seq_len, head_dim, BLOCK_D)
+    dout = load_rows(dout_ptr + head * head_dim, rows, seq_len, head_dim, BLOCK_D)
+    lse = tl.load(lse_ptr + head + rows, mask=rows < seq_len, other=0.0)
+    delta = tl.load(delta_ptr + head + rows, mask=rows < seq_len, other=0.0)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in range(0, seq_len, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr + head * head_dim, keys, seq_len, head_dim, BLOCK_D)
+        v = load_rows(v_ptr + head * head_dim, keys, seq_len, head_dim, BLOCK_D)
+        p = tl.exp(tl.dot(q, k.T, input_precision="ieee") * scale - lse[:, None])
+        p = tl.where(keys[None, :] < seq_len, p, 0.0)
+        ds = p * (tl.dot(dout, v.T, input_precision="ieee") - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    store_rows(dq_ptr + head * head_dim, dq * scale, rows, seq_len, head_dim, BLOCK_D)
+
+
+q, k, v, dout = torch.randn(4, 2, 113, 40, device=DEVICE).unbind()
+out, lse = small_attention(q, k, v)
+delta, dq = (dout * out).sum(dim=-1), torch.empty_like(q)
+sizes, blocks = (113, 40, 40**-0.5), dict(BLOCK_M=32, BLOCK_N=32, BLOCK_D=64)
+small_dq_kernel[triton.cdiv(113, 32), 2](q, k, v, dout, lse, delta, dq, *sizes, **blocks)
+torch.testing.assert_close(dq, gradients_of(materialised_attention, q, k, v, dout)[0], rtol=1e-4, atol=1e-4)
+
+# %%
 # References
 # ----------
 #
-# - `Attention is all you need <https://arxiv.org/abs/1706.03762>`_, Vaswani et al., 2017: the formula.
-# - `Online normalizer calculation for softmax <https://arxiv.org/abs/1805.02867>`_, Milakov and Gimelshein, 2018:
-#   changing the reference of a sum.
-# - `Self-attention does not need O(n²) memory <https://arxiv.org/abs/2112.05682>`_, Rabe and Staats, 2021: attention
-#   without the matrix of scores.
-# - `FlashAttention <https://arxiv.org/abs/2205.14135>`_, Dao et al., 2022: the same, tile by tile on one chip, with the
-#   backward pass.
-# - `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_, Dao, 2023: one program for each tile of queries, and fewer
-#   operations that are no products.
-# - `FlashAttention-3 <https://arxiv.org/abs/2407.08608>`_, Shah et al., 2024: producers, consumers, and softmax under
-#   products on Hopper.
+# The guide's chapter *Related work* lists these works among its own.
+#
+# - :cite:`vaswani2017attention`: the formula.
+# - :cite:`milakov2018online`: changing the reference of a sum.
+# - :cite:`rabe2021memory`: attention without the matrix of scores.
+# - :cite:`dao2022flash`: the same, tile by tile on one chip, with the backward pass.
+# - :cite:`dao2023flash2`: one program for each tile of queries, and fewer operations that are no products.
+# - :cite:`shah2024flash3`: producers, consumers, and softmax under products on Hopper.
 
 # %%
 # Where this page ran

@@ -4,6 +4,7 @@ import ast
 import hashlib
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,6 +164,98 @@ def test_measured_numbers_are_filled_in_across_a_line_break(quote, tmp_path):
 def test_an_unknown_measurement_names_page_line_and_reference(quote, tmp_path):
     with pytest.raises(gallery.PageError, match=r"^07-page\.py:2: measured: 'x: torch at 1': no such point: x: torch"):
         gallery.generate(page(tmp_path, "\n# :measured:`x: torch at 1`\n"))
+
+
+# --- cited works ------------------------------------------------------------------------------------------------------
+
+WORKS = """@comment{Not a work.}
+
+@misc{van2001first,
+  author        = {van First, Ada Q. and Second, Bea and
+                   Third, Cy},
+  title         = {A {GPU} in
+                   Lines},
+  year          = {2001},
+  eprint        = {0101.00001},
+  archiveprefix = {arXiv},
+}
+
+@manual{four,
+  author = {{NVIDIA} and One, A. and Two, B. and Three, C.},
+  title = {Four},
+  year = {2004},
+  doi = {10.1/4}
+}
+"""
+
+
+@pytest.fixture
+def works(tmp_path, monkeypatch):
+    path = tmp_path / "refs.bib"
+    path.write_text(WORKS, encoding="utf-8")
+    monkeypatch.setattr(gallery, "REFERENCES", path)
+
+
+def test_cited_works_are_filled_in_and_the_lines_broken_anew(works, tmp_path):
+    remark = ", ".join(["a remark that goes on"] * 3)
+    text = f"# - :cite:`van2001first`: {remark},\n#   {remark}.\n# - :cite:`four`\n# - Other.\n"
+    first = "# - `A GPU in Lines <https://arxiv.org/abs/0101.00001>`_, van First, Second and Third, 2001: a remark that"
+    generated = gallery.generate(page(tmp_path, text))
+    assert generated.startswith(first) and max(map(len, generated.splitlines())) <= 120
+    assert f": {remark}, {remark}.\n" in generated.replace("\n#   ", " ")
+    assert generated.endswith(".\n# - `Four <https://doi.org/10.1/4>`_, NVIDIA et al., 2004\n# - Other.\n")
+    assert gallery.generate(page(tmp_path, text), keep_references=True) == text
+
+
+def test_an_unknown_work_names_page_line_and_key(works, tmp_path):
+    with pytest.raises(gallery.PageError, match=r"^07-page\.py:2: cite: docs/refs\.bib has no entry 'five'$"):
+        gallery.generate(page(tmp_path, "\n# - :cite:`five`: no.\n"))
+
+
+def test_the_bibliography_is_read_as_bibtex_reads_it():
+    database = pytest.importorskip("pybtex.database").parse_file(str(gallery.REFERENCES))
+    richtext = pytest.importorskip("pybtex.richtext")
+    assert len(database.entries) > 40
+    for key, entry in database.entries.items():
+        names = [" ".join(person.prelast_names + person.last_names) for person in entry.persons["author"]]
+        title, first = (str(richtext.Text.from_latex(text)) for text in (entry.fields["title"], names[0]))
+        told = gallery.cited(key)
+        assert told.startswith(f"`{title} <https://") and told.endswith(f", {entry.fields['year']}")
+        assert f">`_, {first}" in told and ("et al." in told) == (len(names) > 3)
+
+
+def test_every_work_is_cited_somewhere():
+    texts = [path.read_text(encoding="utf-8") for path in [*EXAMPLES, *gallery.ROOT.glob("docs/**/*.rst")]]
+    keys = re.findall(r":cite(?::\w+)?:`([^`]+)`", "\n".join(texts))
+    cited = {key.strip() for group in keys for key in group.split(",")} - {"<key>"}
+    assert cited == set(gallery._works(gallery.REFERENCES.read_text(encoding="utf-8")))
+
+
+# --- words that lead to the guide -------------------------------------------------------------------------------------
+
+
+def test_emphasised_terms_and_titles_are_links_on_the_site(tmp_path):
+    ours = "getting-started/tutorials/01-page"
+    files = {
+        "conf.py": 'extensions = ["guide"]',
+        "index.rst": "Site\n====\n\n.. toctree::\n   :glob:\n\n   */*\n   */*/*\n\nA *lane*.\n",
+        f"{ours}.rst": "Page\n====\n\nTwo *Lanes*, a *rose* and *A long\nchapter*.\n",
+        "programming-guide/chapter.rst": "A long chapter\n==============\n\n.. glossary::\n\n   lane\n      A place.\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    app = SphinxTestApp("html", srcdir=tmp_path, freshenv=True)
+    try:
+        app.build()
+        assert not app.warning.getvalue()
+        pages = {name: (Path(app.outdir) / f"{name}.html").read_text(encoding="utf-8") for name in (ours, "index")}
+    finally:
+        app.cleanup()
+    chapter = '<a class="reference internal" href="../../programming-guide/chapter.html'
+    lanes, title = f'{chapter}#term-lane"><em>Lanes</em></a>', f'{chapter}"><em>A long\nchapter</em></a>'
+    assert f"<p>Two {lanes}, a <em>rose</em> and {title}.</p>" in pages[ours]
+    assert "<p>A <em>lane</em>.</p>" in pages["index"]
 
 
 # --- all pages --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Generates the gallery's pages from ``examples/``: quotes kernels and fills measured numbers in.
+"""Generates the gallery's pages from ``examples/``: quotes kernels and fills in measured numbers and cited works.
 
 A line ``# quote: triton_gallery.softmax._softmax_fwd_kernel`` becomes that definition's source text, read from ``src/``
 without importing it, with its decorators and the comments directly above. A reference ``:measured:`…``` becomes the
-number that the committed record holds. Both happen before sphinx-gallery runs, so page, script and notebook hold the
-same text.
+number that the committed record holds. A list item ``# - :cite:`dao2022flash`: a remark`` begins with the work's title,
+linked, its authors and its year, from ``docs/refs.bib``. All of it happens before sphinx-gallery runs, so page, script
+and notebook hold the same text.
 
 sphinx-gallery executes a page again when the page's text changed. We add what the text cannot show: the modules that
 the page quotes, the records it presents, the device, and the versions of torch and triton. A build in which a page was
@@ -32,6 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
 EXAMPLES = ROOT / "examples"
+REFERENCES = ROOT / "docs" / "refs.bib"
 NOT_YET = "not yet measured"
 
 _HEADER = "GALLERY_HEADER.rst"
@@ -40,7 +42,11 @@ _PAGES = "[0-9][0-9]-*.py"
 _EXECUTED, _SHOWN = "rst-class:: sphx-glr-timing", re.compile(r"rst-class:: sphx-glr-script-out|^\.\. image-sg::", re.M)
 _QUOTE = re.compile(r"^# quote:(.*)$", re.MULTILINE)
 # Neighbouring quote lines are one match; a reference may continue on the next comment line.
-_REFERENCE = re.compile(r"^(?P<quotes># quote:.*(?:\n# quote:.*)*)$|:measured:`(?P<measured>[^`]+)`", re.MULTILINE)
+_REFERENCE = re.compile(
+    r"^(?P<quotes># quote:.*(?:\n# quote:.*)*)$|:measured:`(?P<measured>[^`]+)`"
+    r"|^# - :cite:`(?P<cited>[^`]+)`(?P<remark>.*(?:\n#   .*)*)$",
+    re.MULTILINE,
+)
 
 
 class PageError(ValueError):
@@ -51,7 +57,7 @@ class PageError(ValueError):
 
 
 def generate(page: Path, src: Path = SRC, keep_references: bool = False) -> str:
-    """The text of `page` with its quotes expanded and, unless references are kept, its measured numbers filled in."""
+    """The text of `page` with quotes expanded and, unless references are kept, numbers and cited works filled in."""
     return _expanded(page.name, page.read_text(encoding="utf-8"), src, keep_references)
 
 
@@ -61,6 +67,8 @@ def _expanded(name: str, text: str, src: Path, keep_references: bool) -> str:
         try:
             if match["measured"]:
                 return match[0] if keep_references else measured(match["measured"])
+            if match["cited"]:
+                return match[0] if keep_references else _item(cited(match["cited"]) + match["remark"])
             if text[: match.start()].removesuffix("\n").rpartition("\n")[2].startswith("#"):
                 raise LookupError("quote: leave a blank line between a comment and the quote below it")
             return "\n\n\n".join(source_of(quoted.strip(), src) for quoted in _QUOTE.findall(match[0]))
@@ -99,6 +107,35 @@ def _benchmark(text: str, function: str, src: Path) -> str | None:
     from triton_gallery._source import function_digest
 
     return function_digest(_expanded("", text, src, keep_references=True), function)
+
+
+def cited(key: str) -> str:
+    """The work with this key in docs/refs.bib, such as ```Layer Normalization <https://…>`_, Ba and Kiros, 2016``."""
+    work = _works(REFERENCES.read_text(encoding="utf-8")).get(key)
+    if work is None:
+        raise LookupError(f"cite: docs/refs.bib has no entry {key!r}")
+    *others, last = [name.partition(",")[0] for name in work["author"].split(" and ")]
+    authors = f"{others[0]} et al." if len(others) > 2 else " and ".join(filter(None, [", ".join(others), last]))
+    prefixes = {"url": "", "doi": "https://doi.org/", "eprint": "https://arxiv.org/abs/"}
+    address = next(prefix + work[field] for field, prefix in prefixes.items() if field in work)
+    return f"`{work['title']} <{address}>`_, {authors}, {work['year']}"
+
+
+@functools.cache
+def _works(text: str) -> dict[str, dict[str, str]]:
+    # Read by hand, since where pages are measured or only run there need be no library for it.
+    entries = re.findall(r"^@\w+\{([\w-]+),\n(.*?)^\}$", text, re.MULTILINE | re.DOTALL)
+    fields = re.compile(r"^ *(\w+) *= \{(.*?)\},?$", re.MULTILINE | re.DOTALL)
+    return {
+        key: {name: " ".join(re.sub(r"[{}]", "", value).split()) for name, value in fields.findall(body)}
+        for key, body in entries
+    }
+
+
+def _item(text: str) -> str:
+    """A comment that is a list item, in lines as long as the sources'."""
+    text = re.sub(r"\n#  ", "", text)
+    return textwrap.fill(text, 120, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False)
 
 
 def measured_names(text: str) -> list[str]:
