@@ -53,10 +53,30 @@ for dtype in (torch.float32, torch.float16):
     print(f"{dtype}: {2 * s} bytes per element and pass without a mask, {2 * s + 1} with: {(2 * s + 1) / (2 * s):.3f}×")
 
 # %%
+# In torch this takes four lines. Each of them is a kernel that reads tensors from memory and writes one back. The
+# comments count the bytes for each element.
+
+
+def dropout_in_steps(x, p):
+    u = torch.rand(x.shape, device=x.device)  # writes 4: float32
+    keep = u >= p  # reads 4, writes 1
+    kept = x * keep  # reads s + 1, writes s
+    return kept / (1 - p)  # reads s, writes s
+
+
+x = torch.randn(10007, device=DEVICE)
+torch.manual_seed(1)
+out = dropout_in_steps(x, p=0.3)
+torch.manual_seed(1)
+keep = torch.rand(10007, device=DEVICE) >= 0.3
+torch.testing.assert_close(out, torch.where(keep, x / (1 - 0.3), 0.0))
+
+# %%
 # The stored mask, for comparison
 # -------------------------------
 #
-# As a kernel this is an addition with a select in place of the sum. The random numbers come from torch.
+# The last two lines fit into one kernel: an addition with a select in place of the sum. The random numbers still come
+# from torch.
 
 
 @triton.jit
@@ -76,9 +96,7 @@ def stored_mask_dropout(x, keep, p):
     return out
 
 
-x = torch.randn(10007, device=DEVICE)
-keep = torch.rand(10007, device=DEVICE) >= 0.3
-torch.testing.assert_close(stored_mask_dropout(x, keep, p=0.3), x * keep / (1 - 0.3))
+torch.testing.assert_close(stored_mask_dropout(x, keep, p=0.3), out)
 
 # %%
 # A random number that depends on where, not on when
@@ -110,6 +128,43 @@ print([hex(word) for word in philox(key=0, counter=0)])
 assert philox(key=0, counter=0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)  # published with the generator
 
 # %%
+# No mask has to be stored any more
+# ---------------------------------
+#
+# With such a function a mask can be computed wherever it is needed. Every element makes a call and takes its own index
+# for the counter. Triton has Philox built in: `tl.randint(seed, offsets)` makes the calls for a whole block of counters
+# and returns the first word of each. A word is one of :math:`2^{32}` integers, all equally likely, so we keep the
+# elements whose word is at least :math:`p \cdot 2^{32}`.
+
+
+@triton.jit
+def call_per_element_kernel(x_ptr, out_ptr, n_elements, seed, threshold: tl.uint32, scale, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < n_elements
+    x = tl.load(x_ptr + offsets, mask=mask)
+    draws = tl.randint(seed, offsets).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + offsets, tl.where(draws >= threshold, x * scale, 0.0), mask=mask)
+
+
+def seeded_dropout(kernel, x, p, seed):
+    out = torch.empty_like(x)
+    n_elements = x.numel()
+    grid = (triton.cdiv(n_elements, 1024),)
+    kernel[grid](x, out, n_elements, seed, round(p * 2**32), 1 / (1 - p), BLOCK_SIZE=1024)
+    return out
+
+
+words = torch.tensor([philox(5, counter)[0] for counter in range(10007)], device=DEVICE)
+expected = torch.where(words >= round(0.3 * 2**32), x / (1 - 0.3), 0.0)
+torch.testing.assert_close(seeded_dropout(call_per_element_kernel, x, p=0.3, seed=5), expected)
+
+# %%
+# This is dropout without a mask, and it is right. But of every four words it throws three away.
+
+# %%
+# Every word is used twice
+# ------------------------
+#
 # One call gives four words and takes some sixty instructions. A fast memory moves numbers sooner than that, so we let
 # eight elements share a call, two to each word. The first of the two compares the word with
 # :math:`p`, the second the word with its halves swapped. Both are 32 bits as random as any others, and which of two
@@ -132,7 +187,7 @@ def draws(seed, n):
 # The kernel that the library runs
 # --------------------------------
 #
-# Triton has Philox built in: `tl.randint4x(seed, counters)` returns the four words of a whole block of counters.
+# To have all four words of each call, it asks for `tl.randint4x(seed, counters)`.
 
 # quote: triton_gallery.dropout._swap_halves
 # quote: triton_gallery.dropout._draw_block
@@ -274,6 +329,86 @@ torch.manual_seed(1)
 first, second = tg.dropout(x), tg.dropout(x)
 torch.manual_seed(1)
 assert torch.equal(first, tg.dropout(x)) and not torch.equal(first, second)
+
+# %%
+# First fewer bytes, then fewer instructions
+# ------------------------------------------
+#
+# Three versions led to the kernel of the library. There is room for one more on the last step. It uses all four words
+# of a call, but each of them once.
+
+
+@triton.jit
+def call_per_four_kernel(x_ptr, out_ptr, n_elements, seed, threshold: tl.uint32, scale, BLOCK_SIZE: tl.constexpr):
+    block_start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    offsets = block_start + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < n_elements
+    x = tl.load(x_ptr + offsets, mask=mask)
+    a, b, c, d = tl.randint4x(seed, block_start // 4 + tl.arange(0, BLOCK_SIZE // 4))
+    draws = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_SIZE,)).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + offsets, tl.where(draws >= threshold, x * scale, 0.0), mask=mask)
+
+
+x = torch.randn(10007, device=DEVICE)
+words = torch.tensor([philox(5, counter) for counter in range(2502)], device=DEVICE).flatten()[:10007]
+expected = torch.where(words >= round(0.3 * 2**32), x / (1 - 0.3), 0.0)
+torch.testing.assert_close(seeded_dropout(call_per_four_kernel, x, p=0.3, seed=5), expected)
+
+# %%
+# What can we expect of them? In float16 dropout has to move four bytes for each element. A version that moves more has
+# at best a share of a copy's rate.
+
+rungs = {
+    "steps in torch": dropout_in_steps,
+    "stored mask": lambda x, p: stored_mask_dropout(x, torch.rand(x.shape, device=x.device) >= p, p),
+    "a call for one": lambda x, p: seeded_dropout(call_per_element_kernel, x, p, seed=1),
+    "a call for four": lambda x, p: seeded_dropout(call_per_four_kernel, x, p, seed=1),
+    "triton_gallery": lambda x, p: tg.dropout(x, p, seed=1),
+}
+s = 2
+for name, n_bytes in zip(rungs, (4 * s + 10, 2 * s + 10, 2 * s, 2 * s, 2 * s), strict=True):
+    print(f"{name:16}{n_bytes:2} bytes for each element, at best {2 * s / n_bytes:4.0%} of a copy's rate")
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["n_elements"],
+        x_vals=[2**i for i in range(18, 29, 2)],
+        x_log=True,
+        line_arg="provider",
+        line_vals=list(rungs),
+        line_names=list(rungs),
+        xlabel="elements",
+        ylabel="GB/s",
+        plot_name="dropout-ladder-fp16",
+        args={},
+    ),
+    title="Dropout with p = 0.5, forward, step by step, float16",
+    limit="copy",
+)
+def bench_dropout_ladder(n_elements, provider):
+    x = torch.randn(n_elements, device=DEVICE, dtype=torch.float16)
+    return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(lambda: rungs[provider](x, 0.5)))
+
+
+ladder = bench_dropout_ladder.run()
+
+# %%
+
+ladder.plot()
+
+# %%
+
+ladder
+
+# %%
+# The first two versions are held back by their bytes, as the list says. The third moves no byte in vain and should fall
+# short of a copy all the same: some sixty instructions are more than a GPU gets done while four bytes arrive. From here
+# on the bytes stay as they are, and the instructions become fewer, with a quarter of the calls and then an eighth. Once
+# they take less time than the bytes, a further step has nothing to gain, and there we stop.
+#
+# At the left end of the chart bytes hardly count. A launch has a price of its own there, and the first version pays it
+# four times, the last three once.
 
 # %%
 # Is drawing as fast as reading?
@@ -547,4 +682,4 @@ for p in (0.5, 0.25, 0.1):
 
 print(tg.benchmark.environment())
 
-# sphinx_gallery_thumbnail_number = 4
+# sphinx_gallery_thumbnail_number = 5

@@ -379,6 +379,178 @@ exact = torch.nn.functional.layer_norm(x_long.double(), (70_001,))
 torch.testing.assert_close(tg.layer_norm(x_long, 70_001).double(), exact, rtol=0, atol=1e-3)
 
 # %%
+# What a trip is worth
+# --------------------
+# On the way to the forward pass of the library we wrote three of our own. They make twelve trips, three and two. Let us
+# see what each of them gains, in float16. First we make sure that all four agree there, too.
+
+rungs = {
+    "steps in torch": layer_norm_unfused,
+    "two loops": layer_norm_two_pass,
+    "row in registers": lambda x, w, b: layer_norm_forward(x, w, b)[0],
+    "triton_gallery": lambda x, w, b: tg.layer_norm(x, w.shape, w, b),
+}
+for forward in rungs.values():
+    torch.testing.assert_close(forward(x.half(), w.half(), b.half()).float(), expected, rtol=1e-2, atol=3e-2)
+
+
+def sweep(plot_name, lengths, providers):
+    return triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=list(lengths),
+        line_arg="provider",
+        line_vals=list(providers),
+        line_names=list(providers),
+        ylabel="GB/s",
+        xlabel="row length N",
+        plot_name=plot_name,
+        args={"M": 4096},
+    )
+
+
+@tg.benchmark.perf_report(
+    sweep("layer-norm-fwd-ladder-fp16", [1024, 2048, 4096, 8192, 9216, 12288], rungs),
+    title="Layer norm of 4096 rows, forward, step by step, float16",
+    limit="copy",
+)
+def bench_forward_ladder(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.float16)
+    w, b = torch.randn(2, N, device=DEVICE, dtype=torch.float16)
+    return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(lambda: rungs[provider](x, w, b)))
+
+
+ladder = bench_forward_ladder.run()
+
+# %%
+
+ladder.plot()
+
+# %%
+
+ladder
+
+# %%
+# Twelve trips in place of two leave a sixth of a copy's rate, once a matrix is larger than the L2 cache. For the two
+# loops the count is too strict. They read a row for the second time right after the first, and most of it is still in
+# a cache. Memory hardly notices the third trip. What the loops lose is time: each round waits for loads of its own,
+# where a program that asks for the whole row at once waits once.
+#
+# From the row in registers to the library no trip is saved. What changes is the layout. A row of 1024 columns is little
+# work for a program, so the library gives it two. A row of 9216 leaves almost half of our block of 16384 empty, and one
+# of 12288 a quarter. Two blocks, of 8192 columns and 1024 or 4096, hold them without a gap.
+
+# %%
+# Three ways to one sum
+# ---------------------
+# The backward pass has a ladder of its own, because there the difficulty is another one: the sums for `dw` and `db`. We
+# start with the formulas in torch, which sum whole matrices. The statistics are float32, and so is all that they touch.
+# The comments count the bytes for each element of a float16 matrix.
+
+
+def layer_norm_backward_unfused(dy, x, w, mean, rstd):
+    centered = x - mean[:, None]  # 2 + 4
+    x_hat = centered * rstd[:, None]  # 4 + 4
+    g = dy * w  # 2 + 2
+    g_mean = g.mean(dim=1, keepdim=True)  # 2
+    gx_mean = (g * x_hat).mean(dim=1, keepdim=True)  # 6 + 4, then 4
+    dx = (g - g_mean - x_hat * gx_mean) * rstd[:, None]  # 2 + 2, 4 + 4, 6 + 4, 4 + 4
+    return dx.to(x.dtype), (dy * x_hat).sum(dim=0), dy.sum(dim=0)  # 4 + 2; 6 + 4, then 4; 2
+
+
+# %%
+# That makes 86 bytes where six would do. The second version has a program for each row, which computes its `dx` in one
+# go and adds its share to `dw` and `db` by atomic additions, the first of the three ways out above.
+
+
+@triton.jit
+def _atomic_bwd_kernel(
+    dy_ptr,  # (n_rows, n_cols)
+    x_ptr,  # (n_rows, n_cols)
+    w_ptr,  # (n_cols,)
+    mean_ptr,  # (n_rows,)
+    rstd_ptr,  # (n_rows,)
+    dx_ptr,  # (n_rows, n_cols)
+    dw_ptr,  # (n_cols,), float32, zero before the launch
+    db_ptr,  # (n_cols,), float32, zero before the launch
+    n_cols,
+    BLOCK_N: tl.constexpr,
+):
+    """Program i owns row i of dx, and adds its share to dw and db."""
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
+    mask = cols < n_cols
+    dy = tl.load(dy_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    g = dy * tl.load(w_ptr + cols, mask=mask, other=0.0)
+    rstd = tl.load(rstd_ptr + row)
+    x_hat = (x - tl.load(mean_ptr + row)) * rstd
+    dx = (g - tl.sum(g, axis=0) / n_cols - x_hat * tl.sum(g * x_hat, axis=0) / n_cols) * rstd
+    tl.store(dx_ptr + row * n_cols + cols, dx, mask=mask)
+    tl.atomic_add(dw_ptr + cols, dy * x_hat, mask=mask)
+    tl.atomic_add(db_ptr + cols, dy, mask=mask)
+
+
+def layer_norm_backward_atomic(dy, x, w, mean, rstd):
+    (M, N), dx = x.shape, torch.empty_like(x)
+    dw, db = torch.zeros(2, N, device=x.device)
+    BLOCK_N = triton.next_power_of_2(N)
+    _atomic_bwd_kernel[(M,)](dy, x, w, mean, rstd, dx, dw, db, N, BLOCK_N=BLOCK_N, num_warps=8)
+    return dx, dw.to(w.dtype), db.to(w.dtype)
+
+
+# %%
+# The third version is `layer_norm_backward` from above, with two programs for each multiprocessor of an H200. All three
+# have to agree with torch.
+
+backward_rungs = {
+    "steps in torch": layer_norm_backward_unfused,
+    "atomic additions": layer_norm_backward_atomic,
+    "partial rows": lambda *inputs: layer_norm_backward(*inputs, n_programs=2 * 132),
+}
+for backward in backward_rungs.values():
+    for grad, expected_grad in zip(backward(dy, x, w, mean, rstd), expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-4)
+
+
+@tg.benchmark.perf_report(
+    sweep("layer-norm-bwd-ladder-fp16", [1024, 2048, 4096, 6144, 8192], [*backward_rungs, "triton_gallery"]),
+    title="Layer norm of 4096 rows, backward, step by step, float16",
+    limit="copy",
+)
+def bench_backward_ladder(M, N, provider):
+    x, dy = torch.randn(2, M, N, device=DEVICE, dtype=torch.float16)
+    w, b = torch.randn(2, N, device=DEVICE, dtype=torch.float16)
+    leaves = [t.detach().requires_grad_() for t in (x, w, b)]
+    y, (_, mean, rstd) = tg.layer_norm(leaves[0], (N,), *leaves[1:]), layer_norm_forward(x, w, b)
+
+    def backward():
+        if provider == "triton_gallery":
+            return torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        return backward_rungs[provider](dy, x, w, mean, rstd)
+
+    return tg.benchmark.gbps(3 * x.nbytes, tg.benchmark.measure(backward))
+
+
+backward_ladder = bench_backward_ladder.run()
+
+# %%
+
+backward_ladder.plot()
+
+# %%
+
+backward_ladder
+
+# %%
+# One kernel in place of many saves nearly all of the 86 bytes. But atomic additions bring new ones: two float32 numbers
+# for each element, eight bytes where the rest is six. They go to the L2 cache, which adds those for one address one
+# after the other, and here every address gets 4096 of them. With partial rows a program adds up some 16 rows in its
+# registers before it sends anything. Less has to travel, nobody waits for anybody, and the result has the same bits
+# every time.
+#
+# The last step is once more one of layout. Our tile is one row and 16 warps, whatever the length. The library picks
+# rows, warps and the number of programs by the length.
+
+# %%
 # At the speed of a copy?
 # -----------------------
 # The forward pass must read and write :math:`M \times N` elements, the backward pass must read two such matrices and
@@ -387,6 +559,7 @@ torch.testing.assert_close(tg.layer_norm(x_long, 70_001).double(), exact, rtol=0
 
 import importlib.util
 
+LENGTHS = range(1024, 15873, 512)
 PROVIDERS = ["triton_gallery", "torch", "torch.compile"]
 if importlib.util.find_spec("apex"):
     PROVIDERS.append("apex")
@@ -407,22 +580,10 @@ def provided(provider):
     return torch.compile(in_torch, dynamic=False) if provider == "torch.compile" else in_torch
 
 
-def sweep(plot_name):
-    return triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=list(range(1024, 15873, 512)),
-        line_arg="provider",
-        line_vals=PROVIDERS,
-        line_names=PROVIDERS,
-        ylabel="GB/s",
-        xlabel="row length N",
-        plot_name=plot_name,
-        args={"M": 4096},
-    )
-
-
 @tg.benchmark.perf_report(
-    sweep("layer-norm-fwd-fp16"), title="Layer norm, forward pass of 4096 rows, float16", limit="copy"
+    sweep("layer-norm-fwd-fp16", LENGTHS, PROVIDERS),
+    title="Layer norm, forward pass of 4096 rows, float16",
+    limit="copy",
 )
 def bench_forward(M, N, provider):
     x = torch.randn(M, N, device=DEVICE, dtype=torch.float16)
@@ -452,7 +613,9 @@ torch._functorch.config.donated_buffer = False
 
 
 @tg.benchmark.perf_report(
-    sweep("layer-norm-bwd-fp16"), title="Layer norm, backward pass of 4096 rows, float16", limit="copy"
+    sweep("layer-norm-bwd-fp16", LENGTHS, PROVIDERS),
+    title="Layer norm, backward pass of 4096 rows, float16",
+    limit="copy",
 )
 def bench_backward(M, N, provider):
     x = torch.randn(M, N, device=DEVICE, dtype=torch.float16, requires_grad=True)
@@ -666,4 +829,4 @@ torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-4)
 
 print(tg.benchmark.environment())
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 4
