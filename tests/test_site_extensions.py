@@ -421,6 +421,31 @@ def test_run_compiled_is_another_process_without_the_interpreter(build):
     assert "interpreted False" in text and "x is 2" in text
 
 
+def test_run_both_is_in_each_of_the_two_processes_and_shown_once(build):
+    asks = "import triton\n   print('interpreted', triton.knobs.runtime.interpret)\n   x = 3"
+    text, warnings = build(
+        f".. run::\n   :both:\n\n   {asks}\n\n.. run::\n   :compiled:\n\n   print('there', x)\n\n"
+        ".. run::\n\n   print('here', x)\n",
+        "run",
+    )
+    assert not warnings
+    # On a GPU neither process interprets.
+    assert text.count("\ninterpreted ") == 1 and "there 3" in text and "here 3" in text
+    _, warnings = build(".. run::\n   :both:\n\n   import triton\n   assert triton.knobs.runtime.interpret\n", "run")
+    assert "index.rst:8: ERROR: run: AssertionError" in warnings
+
+
+def test_figures_are_drawn_again_when_their_page_is_read(tmp_path):
+    import run
+
+    figures = tmp_path / "plot_directive" / "guide"
+    figures.mkdir(parents=True)
+    for name in ("page-1.svg", "page-2.svg", "other-1.svg"):
+        (figures / name).touch()
+    run._forget_figures(SimpleNamespace(doctreedir=str(tmp_path / ".doctrees")), "guide/page", [""])
+    assert [path.name for path in figures.iterdir()] == ["other-1.svg"]
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
