@@ -603,3 +603,58 @@ def test_preflight_names_a_wrong_torch_or_triton(monkeypatch, versions, pin, mes
     monkeypatch.setattr(metadata, "version", lambda name: installed.get(name, "1.0"))
     monkeypatch.setattr(metadata, "requires", lambda name: [pin] if pin else [])
     assert preflight.problem("site").startswith(message)
+
+
+# --- the glossary's terms ---------------------------------------------------------------------------------------------
+
+TERMS = """
+Glossary
+--------
+
+.. glossary::
+
+   warp
+      Threads. Another warp.
+
+   launch grid
+      The number of programs.
+
+   PTX
+      Assembly.
+
+A warp is a term\\ :sup:`1`.
+"""
+
+USES = """
+A page about a warp
+===================
+
+``warp`` and `a warp <https://example.org>`_ and warp-level, PTXs. Two *Warps*, one warp; a launch
+grid; ptx, PTX.
+
+.. note:: No launch grids here.
+"""
+
+
+def test_terms_are_linked_at_their_first_use_in_prose(tmp_path):
+    bs4 = pytest.importorskip("bs4")
+    for name, text in {"guide/page": USES, "index": f"Home\n====\n\n{TERMS}", "other": USES}.items():
+        path = tmp_path / "site" / "programming-guide" / f"{name}.rst" if "/" in name else tmp_path / "site" / f"{name}.rst"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "site" / "conf.py").write_text("extensions = ['terms']\nhtml_theme = 'basic'\n")
+    app = SphinxTestApp("html", srcdir=tmp_path / "site", freshenv=True)
+    try:
+        app.build()
+    finally:
+        app.cleanup()
+
+    def links(name):
+        page = bs4.BeautifulSoup((Path(app.outdir) / f"{name}.html").read_text(encoding="utf-8"), "html.parser")
+        return [(link.get_text(), link["href"]) for link in page.select("a.term")]
+
+    up = "../../index.html#term-"
+    expected = [("PTXs", f"{up}PTX"), ("Warps", f"{up}warp"), ("launch\ngrid", f"{up}launch-grid")]
+    assert links("programming-guide/guide/page") == expected
+    # Neither where terms are explained nor outside the guide and the gallery.
+    assert links("index") == links("other") == []
