@@ -476,7 +476,7 @@ def build(tmp_path):
     ("lines", "message"),
     [
         ("# quote: triton_gallery.softmax.nope", "examples/02-other.py:17: quote: triton_gallery/softmax.py has no"),
-        ("# It is :measured:`unheard-of: torch at 1`.", "examples/02-other.py:17: measured: 'unheard-of: torch at 1'"),
+        ("# It is :measured:`unknown: torch at 1`.", "examples/02-other.py:17: measured: 'unknown: torch at 1'"),
         ("# - :cite:`nobody2000`: no.", "examples/02-other.py:17: cite: docs/refs.bib has no entry 'nobody2000'"),
         ("assert 1 + 1 == 3, 'arithmetic'", "AssertionError: arithmetic"),
         ("assert 1 + 1 == 2", "examples/02-other.py: the page executed nothing that shows"),
