@@ -2,7 +2,7 @@
 #
 #   VENV=        use the Python that is active, and install nothing (VENV=PATH: the environment at PATH, as it is)
 #   PYTHON=...   the Python that .venv is made with, or the active one; at least 3.11
-#   PAGE=...     one page of the gallery, such as 02-fused-softmax
+#   PAGE=...     one page of the gallery, such as 02-fused-softmax; to measure also one chapter, such as chapter-5
 #   GALLERY_URL= where the site is published, for the canonical links that search engines read
 
 VENV ?= .venv
@@ -19,7 +19,7 @@ export GALLERY_COMMAND := make $(MAKECMDGOALS)$(if $(PAGE), PAGE=$(PAGE))
 SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 # A draft does not execute every page, and says so on each.
 DRAFT = $(SPHINX) -A draft=1
-PAGES = $(or $(PAGE),[0-9]*)
+PAGES = $(or $(PAGE),*)
 
 .PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
 .DEFAULT_GOAL := help

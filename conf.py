@@ -28,6 +28,7 @@ extensions = [
     "records",
     "run",
     "solutions",
+    "terms",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",

@@ -30,6 +30,8 @@ import triton_gallery
 from triton_gallery.benchmark import PerfReport
 
 PAGES = sorted(gallery.EXAMPLES.glob("[0-9][0-9]-*.py"))
+# Of the guide, the chapters that measure
+CHAPTERS = [path for path in sorted(gallery.GUIDE.glob("*/*.rst")) if path.parent.name in gallery.measuring()]
 RECORDS = gallery.SRC / "triton_gallery" / "records" / "nvidia-h200"
 NOTICE = "triton_gallery: no GPU found; kernels run on CPU tensors in Triton's interpreter."
 
@@ -330,8 +332,12 @@ def variables(code: CodeType, instructions: tuple[str, ...]) -> set[str]:
 
 def benchmarks(page: Path, folder: Path) -> list[PerfReport]:
     """The benchmarks that a page runs, in order. Of the page, only what they are made of is executed."""
-    script = folder / page.name
-    script.write_text(gallery.generate(page, keep_references=True), encoding="utf-8")
+    script = folder / f"{page.stem}.py"
+    if page.suffix == ".py":
+        text = gallery.generate(page, keep_references=True)
+    else:
+        text = gallery.script(page.read_text(encoding="utf-8"))
+    script.write_text(text, encoding="utf-8")
     statements = ast.parse(script.read_text(encoding="utf-8")).body
     codes = [compile(ast.Module([statement], []), str(script), "exec") for statement in statements]
     binds = [variables(code, ("STORE_NAME", "STORE_GLOBAL")) for code in codes]
@@ -383,7 +389,7 @@ undefined(SIZES)
     assert [(bench.plot_name, bench.x_vals) for bench in found] == [("a", [1, 2]), ("b", [1, 2])]
 
 
-@each_page
+@pytest.mark.parametrize("page", PAGES + CHAPTERS, ids=lambda page: page.stem)
 def test_record_holds_what_the_page_declares(page, tmp_path):
     reports = benchmarks(page, tmp_path)
     assert reports, f"{page.name} runs no benchmark"
@@ -403,7 +409,7 @@ def test_record_holds_what_the_page_declares(page, tmp_path):
 
 def test_every_record_belongs_to_a_page(tmp_path):
     assert RECORDS.is_dir(), f"no records: `make record` on an H200 writes {RECORDS.relative_to(gallery.ROOT)}"
-    declared = {report.benchmark.plot_name for page in PAGES for report in benchmarks(page, tmp_path)}
+    declared = {report.benchmark.plot_name for page in PAGES + CHAPTERS for report in benchmarks(page, tmp_path)}
     assert {path.stem for path in RECORDS.glob("*.json")} == declared
 
 
@@ -470,7 +476,7 @@ def build(tmp_path):
     ("lines", "message"),
     [
         ("# quote: triton_gallery.softmax.nope", "examples/02-other.py:17: quote: triton_gallery/softmax.py has no"),
-        ("# It is :measured:`unheard-of: torch at 1`.", "examples/02-other.py:17: measured: 'unheard-of: torch at 1'"),
+        ("# It is :measured:`unknown: torch at 1`.", "examples/02-other.py:17: measured: 'unknown: torch at 1'"),
         ("# - :cite:`nobody2000`: no.", "examples/02-other.py:17: cite: docs/refs.bib has no entry 'nobody2000'"),
         ("assert 1 + 1 == 3, 'arithmetic'", "AssertionError: arithmetic"),
         ("assert 1 + 1 == 2", "examples/02-other.py: the page executed nothing that shows"),

@@ -104,6 +104,39 @@ def test_a_page_with_recorded_numbers_ends_with_where_they_are_from(folder, buil
     assert "The code on this page ran on" not in text
 
 
+def test_a_caption_tells_where_a_record_is_from(folder, build):
+    text, warnings, page, _ = build(f":provenance:`{NAME}`\n\n:provenance:`softmax-fp8`\n\n.. records::\n", "records")
+    assert not warnings
+    assert re.search(rf"Record {NAME}: measured on NVIDIA H200, 2026-[\d-]+, commit \w+\.\n", text)
+    assert f'href="#record-nvidia-h200-{NAME}"' in page and "\nNot yet measured.\n" in text
+    commit(folder, made_up("NVIDIA H200", text=made_up("NVIDIA H200")["text"] | {"benchmark": "0" * 16}))
+    text = build(f":provenance:`{NAME}`\n\n.. records::\n", "records")[0]
+    assert f"Record {NAME}: not yet measured since the benchmark changed" in text
+
+
+def test_what_a_benchmark_has_not_measured_yet_is_no_mistake(folder, monkeypatch):
+    monkeypatch.setattr(gallery, "measuring", lambda: {"chapter-7": 'sweep("softmax-fp8", [1, 2])'})
+    assert gallery.measured("softmax-fp8: torch at 1") == "not yet measured"
+    with pytest.raises(LookupError, match="no record is committed"):
+        gallery.measured("softmax-fp4: torch at 1")
+
+
+def test_a_benchmark_of_the_guide_compares_variants_with_one_another(folder, build):
+    record = made_up("NVIDIA H200") | {"benchmark": "guide-test", "title": "A study"}
+    names = {"triton_gallery": "wide", "torch": "narrow"}
+    kept = [row for row in record["rows"] if row["provider"] in names]
+    record["rows"] = [row | {"provider": names[row["provider"]]} for row in kept]
+    with pytest.raises(ValueError, match="rows must hold triton_gallery"):
+        _report.validate(record | {"benchmark": "softmax-fp8"})
+    _report.validate(record)
+    found = _report.Report(record)
+    assert found.providers == ["wide", "narrow"] and "\n  wide / narrow: " in found.summary()
+    commit(folder, record | {"text": record["text"] | {"kernels": benchmark.kernel_digests("guide-test")["kernels"]}})
+    text, warnings, _, _ = build(".. records::\n", "records")
+    assert not warnings and text.count("A study") and "ratio to the best peer" in text
+    assert records._cell(found, X) == found.quote("wide", None, str(X))
+
+
 def test_a_page_with_code_ends_with_where_it_ran(folder, build):
     text, _, _, _ = build(".. run::\n\n   x = 1\n", "run", "measured")
     assert re.search(r"The code on this page ran on .*, torch .*, triton .*, commit .*, \d{4}-\d\d-\d\d\.", text)
@@ -273,7 +306,7 @@ def test_every_committed_record_is_of_a_page_and_in_the_table_of_the_home_page()
     rows = re.findall(r"^   ([\w-]+) at \d+$", home, re.MULTILINE)
     names = {path.stem for path in measured.RECORDS.glob("*/*.json")}
     # A ladder compares the versions of a page with one another: it has no place among the peers.
-    assert sorted(rows) == sorted(name for name in names if "-ladder-" not in name)
+    assert sorted(rows) == sorted(name for name in names if "-ladder-" not in name and not _report.is_study(name))
     for path in measured.RECORDS.glob("*/*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
         assert records._page_of(record), f"{path.name}: no page has {record['inputs'].partition('(')[0]}"

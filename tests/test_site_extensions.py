@@ -153,6 +153,8 @@ def quote(monkeypatch):
         return "2.71×"
 
     monkeypatch.setattr(triton_gallery.benchmark, "quote", answer)
+    # Whatever the committed record says of itself
+    monkeypatch.setattr(gallery, "report", lambda name: SimpleNamespace(outdated=False))
 
 
 def test_measured_numbers_are_filled_in_across_a_line_break(quote, tmp_path):
@@ -421,6 +423,31 @@ def test_run_compiled_is_another_process_without_the_interpreter(build):
     assert "interpreted False" in text and "x is 2" in text
 
 
+def test_run_both_is_in_each_of_the_two_processes_and_shown_once(build):
+    asks = "import triton\n   print('interpreted', triton.knobs.runtime.interpret)\n   x = 3"
+    text, warnings = build(
+        f".. run::\n   :both:\n\n   {asks}\n\n.. run::\n   :compiled:\n\n   print('there', x)\n\n"
+        ".. run::\n\n   print('here', x)\n",
+        "run",
+    )
+    assert not warnings
+    # On a GPU neither process interprets.
+    assert text.count("\ninterpreted ") == 1 and "there 3" in text and "here 3" in text
+    _, warnings = build(".. run::\n   :both:\n\n   import triton\n   assert triton.knobs.runtime.interpret\n", "run")
+    assert "index.rst:8: ERROR: run: AssertionError" in warnings
+
+
+def test_figures_are_drawn_again_when_their_page_is_read(tmp_path):
+    import run
+
+    figures = tmp_path / "plot_directive" / "guide"
+    figures.mkdir(parents=True)
+    for name in ("page-1.svg", "page-2.svg", "other-1.svg"):
+        (figures / name).touch()
+    run._forget_figures(SimpleNamespace(doctreedir=str(tmp_path / ".doctrees")), "guide/page", [""])
+    assert [path.name for path in figures.iterdir()] == ["other-1.svg"]
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -578,3 +605,58 @@ def test_preflight_names_a_wrong_torch_or_triton(monkeypatch, versions, pin, mes
     monkeypatch.setattr(metadata, "version", lambda name: installed.get(name, "1.0"))
     monkeypatch.setattr(metadata, "requires", lambda name: [pin] if pin else [])
     assert preflight.problem("site").startswith(message)
+
+
+# --- the glossary's terms ---------------------------------------------------------------------------------------------
+
+TERMS = """
+Glossary
+--------
+
+.. glossary::
+
+   warp
+      Threads. Another warp.
+
+   launch grid
+      The number of programs.
+
+   PTX
+      Assembly.
+
+A warp is a term\\ :sup:`1`.
+"""
+
+USES = """
+A page about a warp
+===================
+
+``warp`` and `a warp <https://example.org>`_ and warp-level, PTXs. Two *Warps*, one warp; a launch
+grid; ptx, PTX.
+
+.. note:: No launch grids here.
+"""
+
+
+def test_terms_are_linked_at_their_first_use_in_prose(tmp_path):
+    bs4 = pytest.importorskip("bs4")
+    (tmp_path / "site" / "programming-guide").mkdir(parents=True)
+    pages = {"programming-guide/page": USES, "index": f"Home\n====\n\n{TERMS}", "other": USES}
+    for name, text in pages.items():
+        (tmp_path / "site" / f"{name}.rst").write_text(text)
+    (tmp_path / "site" / "conf.py").write_text("extensions = ['terms']\nhtml_theme = 'basic'\n")
+    app = SphinxTestApp("html", srcdir=tmp_path / "site", freshenv=True)
+    try:
+        app.build()
+    finally:
+        app.cleanup()
+
+    def links(name):
+        page = bs4.BeautifulSoup((Path(app.outdir) / f"{name}.html").read_text(encoding="utf-8"), "html.parser")
+        return [(link.get_text(), link["href"]) for link in page.select("a.term")]
+
+    up = "../index.html#term-"
+    expected = [("PTXs", f"{up}PTX"), ("Warps", f"{up}warp"), ("launch\ngrid", f"{up}launch-grid")]
+    assert links("programming-guide/page") == expected
+    # Neither where terms are explained nor outside the guide and the gallery.
+    assert links("index") == links("other") == []

@@ -115,6 +115,8 @@ def markdown(page: str, formulas: list[str]) -> str:
         raise ExtensionError(f"markdown: a page shows {len(places)} formulas and its source has {len(formulas)}")
     for place, formula in zip(places, formulas, strict=True):
         place.replace_with(f"\n\n$$\n{formula.strip()}\n$$\n\n" if place.name == "div" else f"${formula.strip()}$")
+    for link in body.select("a.term"):
+        link.unwrap()
     for signature in body.select("dt.sig"):
         code = BeautifulSoup("<code></code>", "html.parser")
         code.code.string = re.sub(r"\s+", " ", signature.get_text()).strip()

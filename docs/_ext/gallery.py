@@ -11,8 +11,11 @@ the page quotes, the records it presents, the device, and the versions of torch 
 not executed as it stands, or showed nothing, fails and names the page; a draft (``make html-fast``) says on every page
 that it is one.
 
+A chapter of the guide that measures is a script as well, for a run that measures it: the code of its ``.. run::``
+blocks, line by line where it stands in the chapter.
+
     python docs/_ext/gallery.py examples/02-fused-softmax.py     print one generated page
-    python docs/_ext/gallery.py --all DEST                       write all of them into DEST
+    python docs/_ext/gallery.py --all DEST                       write all of them, and such chapters, into DEST
 """
 
 import argparse
@@ -34,10 +37,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
 EXAMPLES = ROOT / "examples"
 REFERENCES = ROOT / "docs" / "refs.bib"
+GUIDE = ROOT / "docs" / "programming-guide"
 NOT_YET = "not yet measured"
 
 _HEADER = "GALLERY_HEADER.rst"
 _PAGES = "[0-9][0-9]-*.py"
+_RUN = re.compile(r"^\.\. run::\n(?P<options>(?: +:.*\n)*)(?P<code>(?:(?: +.*)?\n)+)", re.MULTILINE)
 # What sphinx-gallery writes below a page that it executed, and above what a page shows.
 _EXECUTED, _SHOWN = "rst-class:: sphx-glr-timing", re.compile(r"rst-class:: sphx-glr-script-out|^\.\. image-sg::", re.M)
 _QUOTE = re.compile(r"^# quote:(.*)$", re.MULTILINE)
@@ -83,10 +88,13 @@ def measured(reference: str) -> str:
     from triton_gallery.benchmark import quote  # only pages that refer to a record need the package and torch
 
     reference = re.sub(r"\s*\n\s*#?\s*", " ", reference).strip()
+    name = reference.partition(":")[0]
     try:
         text = quote(reference)
-        return NOT_YET if report(reference.partition(":")[0]).outdated else text
+        return NOT_YET if report(name).outdated else text
     except (LookupError, ValueError, OSError) as error:
+        if isinstance(error, FileNotFoundError) and any(f'"{name}"' in text for text in measuring().values()):
+            return NOT_YET  # a benchmark has this name, and nobody has run it
         raise LookupError(f"measured: {reference!r}: {error.args[0] if error.args else error}") from error
 
 
@@ -96,10 +104,28 @@ def report(name: str, gpu: str | None = None, examples: Path = EXAMPLES, src: Pa
 
     loaded = load(name, gpu)
     function = loaded.record["inputs"].partition("(")[0]
-    texts = [page.read_text(encoding="utf-8") for page in sorted(examples.glob(_PAGES))]
+    texts = measuring(examples).values()
     digests = [_benchmark(text, function, src) for text in texts if f"def {function}(" in text]
     changed = set() if loaded.record["text"]["benchmark"] in digests else {"benchmark"}
     return dataclasses.replace(loaded, changed=loaded.changed | changed)
+
+
+def measuring(examples: Path = EXAMPLES, guide: Path = GUIDE) -> dict[str, str]:
+    """The code of everything that measures, by the name that ``make record PAGE=`` knows: pages, then chapters."""
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in sorted(examples.glob(_PAGES))}
+    chapters = {path.parent.name: script(path.read_text(encoding="utf-8")) for path in sorted(guide.glob("*/*.rst"))}
+    return pages | {name: text for name, text in chapters.items() if "perf_report(" in text}
+
+
+def script(chapter: str) -> str:
+    """The code of a chapter's ``.. run::`` blocks, each line where it stands; what is only compiled is left out."""
+    lines = [""] * (chapter.count("\n") + 1)
+    for match in _RUN.finditer(chapter):
+        first = chapter.count("\n", 0, match.start("code"))
+        if ":compiled:" not in match["options"]:
+            code = textwrap.dedent(match["code"]).splitlines()
+            lines[first : first + len(code)] = code
+    return "\n".join(lines).rstrip() + "\n"
 
 
 @functools.cache
@@ -382,6 +408,9 @@ def main() -> None:
     try:
         if args.all:
             write_all(args.all, keep_references=args.keep_references)
+            for name, text in measuring().items():
+                if not (EXAMPLES / f"{name}.py").exists():
+                    _write(args.all / f"{name}.py", text)
         else:
             sys.stdout.write(generate(args.page, keep_references=args.keep_references))
     except PageError as error:

@@ -1,9 +1,9 @@
 """Measured numbers in pages, read from the committed records when the page is built.
 
 ``:measured:`softmax-fp16: triton_gallery / torch at 4096``` is replaced by what ``triton_gallery.benchmark.quote``
-returns. ``.. measured-table::`` has one line per row, ``softmax-fp16 at 8192``, and shows what was measured there, ours
-beside the best peer; with records of several GPUs it has a tab for each. A reference that no record answers fails the
-build and names the page.
+returns, and ``:provenance:`softmax-fp16``` by a link to the record and where it was measured. ``.. measured-table::``
+has one line per row, ``softmax-fp16 at 8192``, and shows what was measured there, ours beside the best peer; with
+records of several GPUs it has a tab for each. A reference that no record answers fails the build and names the page.
 
 A page with such numbers ends with where they come from, and one with ``.. run::`` with where its code ran.
 """
@@ -11,7 +11,7 @@ A page with such numbers ends with where they come from, and one with ``.. run::
 from pathlib import Path
 
 from docutils import nodes
-from gallery import EXAMPLES, NOT_YET, SRC, measured, measured_names, report
+from gallery import EXAMPLES, GUIDE, NOT_YET, SRC, measured, measured_names, report
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 RECORDS = SRC / "triton_gallery" / "records"
@@ -33,7 +33,8 @@ def label(gpu: str, name: str) -> str:
 
 def note_record(env, name: str) -> None:
     """Read the page again when the record changes, or the kernels that it measured."""
-    for path in [*RECORDS.glob(f"*/{name}.json"), *(SRC / "triton_gallery").glob("**/*.py"), *EXAMPLES.glob("*.py")]:
+    pages = [*EXAMPLES.glob("*.py"), *GUIDE.glob("*/*.rst")]
+    for path in [*RECORDS.glob(f"*/{name}.json"), *(SRC / "triton_gallery").glob("**/*.py"), *pages]:
         env.note_dependency(str(path))
 
 
@@ -48,7 +49,19 @@ class Measured(SphinxRole):
             return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
         name = self.text.partition(":")[0].strip()
         note_record(self.env, name)
-        return [nodes.inline("", text, record=name)], []
+        known = {"record": name} if gpus(name) else {}
+        return [nodes.inline("", text, **known)], []
+
+
+class Provenance(SphinxRole):
+    def run(self) -> tuple[list[nodes.Node], list]:
+        note_record(self.env, self.text)
+        if not gpus(self.text):
+            return [nodes.Text(f"{NOT_YET.capitalize()}.")], []
+        found = report(self.text)
+        origin = "measured on {gpu}, {date}, commit {commit}".format_map(found.record)
+        told = nodes.Text(f": {'; '.join(found.status() if found.outdated else [origin])}.")
+        return [nodes.Text("Record "), _reference(self.env.current_document.docname, self.text), told], []
 
 
 class MeasuredTable(SphinxDirective):
@@ -183,6 +196,7 @@ def _here() -> str:
 
 def setup(app) -> dict:
     app.add_role("measured", Measured())
+    app.add_role("provenance", Provenance())
     app.add_directive("measured-table", MeasuredTable)
     app.connect("doctree-read", _doctree_read)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

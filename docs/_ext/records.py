@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 
 from docutils import nodes
-from gallery import EXAMPLES, NOT_YET, report
+from gallery import NOT_YET, measuring, report
 from measured import NONE_YET, RECORDS, gpus, label, list_table, note_record, tab_set
 from sphinx.util.docutils import SphinxDirective
 
@@ -62,7 +62,7 @@ def history(gpu: str, name: str, state: str) -> list[dict]:
 
 
 def _history(gpu: str, name: str, state: str) -> list[str]:
-    """Our numbers, with the ratio to the best peer: a row for each x, a column for each commit."""
+    """Our numbers with the ratio to the best peer, or the first variant's: a row for each x, a column a commit."""
     from triton_gallery._report import Report
 
     reports = [Report(record) for record in history(gpu, name, state)]
@@ -81,10 +81,13 @@ def _history(gpu: str, name: str, state: str) -> list[str]:
 
 
 def _cell(found, x) -> str:
-    if x not in found.series("triton_gallery"):
+    from triton_gallery._report import is_ours
+
+    name = found.providers[0]
+    if x not in found.series(name):
         return "–"
-    ratio = f" ({found.quote('triton_gallery', 'peers', str(x))})" if x in found.series("peers") else ""
-    return found.quote("triton_gallery", None, str(x)) + ratio
+    ratio = f" ({found.quote(name, 'peers', str(x))})" if is_ours(name) and x in found.series("peers") else ""
+    return found.quote(name, None, str(x)) + ratio
 
 
 # --- the page of all records ------------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ class Records(SphinxDirective):
         r, page = found.record, _page_of(found.record)
         table = _published(found._repr_html_(), self.env.current_document.docname)
         lines = ["", f".. _{label(gpu, name)}:", "", f".. rubric:: {r['title']}", ""]
-        explained = [docname for docname in self.env.found_docs if page and docname.endswith(f"/{page}")]
+        explained = [docname for docname in sorted(self.env.found_docs) if page and f"/{page}/" in f"/{docname}/"]
         lines += [f"Explained in :doc:`/{explained[0]}`.", ""] if explained else []
         lines += [
             f".. image:: /{draw(Path(self.env.srcdir), found)}",
@@ -127,9 +130,11 @@ class Records(SphinxDirective):
 
 
 def _summary(gpu: str, found: dict) -> list[str]:
+    from triton_gallery._report import is_study
+
     rows = [("Measured", "ratio to the best peer: lowest", "median", "highest", "on")]
     for name, one in found.items():
-        if "-ladder-" in name:
+        if "-ladder-" in name or is_study(name):
             continue  # compares the versions of a page with one another, and these are no peers
         title = f":ref:`{one.record['title']} <{label(gpu, name)}>`"
         if one.outdated or len(one.providers) == 1:
@@ -142,7 +147,7 @@ def _summary(gpu: str, found: dict) -> list[str]:
 
 def _page_of(record: dict) -> str | None:
     function = f"def {record['inputs'].partition('(')[0]}("
-    return next((page.stem for page in sorted(EXAMPLES.glob("*.py")) if function in page.read_text("utf-8")), None)
+    return next((name for name, text in measuring().items() if function in text), None)
 
 
 def alt(found) -> str:

@@ -7,10 +7,11 @@ prints it. Kernels may be defined in the content, because ``inspect.getsource`` 
 triton.
 
 ``:compiled:`` runs the code in a second process, where Triton's interpreter is off, so that kernels can be compiled for
-a GPU that is not here. These blocks share a namespace of their own.
+a GPU that is not here. These blocks share a namespace of their own. ``:both:`` runs it here and there, which is for
+kernels that are run and looked at; it shows what was printed here.
 
 Figures are the business of matplotlib's ``.. plot::``, which finds what the page defined above it by
-``from page import name``.
+``from page import name``. They are drawn whenever the page is read, because what they show is not in the page alone.
 """
 
 import contextlib
@@ -23,16 +24,17 @@ import sys
 import traceback
 import types
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 from docutils import nodes
 from docutils.parsers.rst import directives
-from gallery import machine
+from gallery import machine, script
 from sphinx.util.docutils import SphinxDirective
 
 
 class Run(SphinxDirective):
     has_content = True
-    option_spec = {"hide-code": directives.flag, "compiled": directives.flag}  # noqa: RUF012  docutils' form
+    option_spec = dict.fromkeys(("hide-code", "compiled", "both"), directives.flag)
 
     def run(self) -> list[nodes.Node]:
         self.assert_has_content()
@@ -54,22 +56,36 @@ class Run(SphinxDirective):
         return shown
 
     def _execute(self, source: str, file: str, line: int) -> tuple[str, tuple[str, str, int] | None]:
-        compiled = "compiled" in self.options
+        if "compiled" in self.options:
+            return self._execute_in(True, source, file, line)
+        output, failure = self._execute_in(False, source, file, line)
+        if "both" in self.options and not failure:
+            failure = self._execute_in(True, source, file, line)[1]
+        return output, failure
+
+    def _script(self) -> str:
+        return script(Path(self.env.doc2path(self.env.current_document.docname)).read_text(encoding="utf-8"))
+
+    def _execute_in(self, compiled: bool, source: str, file: str, line: int) -> tuple[str, tuple[str, str, int] | None]:
         # temp_data lives as long as one page is read.
         started = self.env.temp_data.setdefault("run_started", set())
-        first = compiled not in started
+        page = None if compiled in started else self._script()
         started.add(compiled)
         if compiled:
-            return _compiling_process().submit(execute, source, file, line, first).result()
-        return execute(source, file, line, first)
+            return _compiling_process().submit(execute, source, file, line, page).result()
+        return execute(source, file, line, page)
 
 
-def execute(source: str, file: str, line: int, first: bool) -> tuple[str, tuple[str, str, int] | None]:
-    """Run a part of a page: what it printed, and when it raised, the error's message, its trace and the page's line."""
-    if first:
+def execute(source: str, file: str, line: int, page: str | None) -> tuple[str, tuple[str, str, int] | None]:
+    """Run a part of a page: what it printed, and when it raised, the error's message, its trace and the page's line.
+
+    With the first part comes all the code of the page, by which a benchmark knows whether it changed.
+    """
+    if page is not None:
         import torch  # not above: the second process switches the interpreter off first
 
         sys.modules["page"] = types.ModuleType("page")
+        sys.modules["page"].__source__ = page
         torch.manual_seed(0)
     # Empty lines in front make the line numbers of a traceback those of the page. inspect.getsource, and so
     # @triton.jit, looks for the source in this cache, where None says that there is no file.
@@ -98,8 +114,15 @@ def _switch_interpreter_off() -> None:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
+def _forget_figures(app, docname: str, source: list[str]) -> None:
+    # matplotlib keeps a figure as long as it is younger than the page.
+    for figure in (Path(app.doctreedir).parent / "plot_directive").glob(f"{docname}-*"):
+        figure.unlink()
+
+
 def setup(app) -> dict:
     app.add_directive("run", Run)
+    app.connect("source-read", _forget_figures)
     # Pages are executed again when the device or a version changed.
     app.add_config_value("run_machine", machine(), "env")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import triton
 
-from ._report import FIGURES, OURS, PROVENANCE, Report, is_ours, plot_roofline, slug, validate
+from ._report import FIGURES, OURS, PROVENANCE, Report, is_ours, is_study, plot_roofline, slug, validate
 from ._source import function_digest, kernel_digests
 
 # A committed record that holds each limit, for reports that were measured elsewhere
@@ -162,7 +162,8 @@ def _commit() -> str:
     """The short commit, plus "-dirty" when code that decides a measurement has changed since; "unknown" elsewhere."""
     git = ("git", "-C", str(Path(__file__).parent))
     # Records are left out, or the first one written would make the others' commit dirty.
-    code = (":/src/triton_gallery", ":/examples", ":(top,exclude)src/triton_gallery/records")
+    measured = (":/src/triton_gallery", ":/examples", ":/docs/programming-guide")
+    code = (*measured, ":(top,exclude)src/triton_gallery/records")
     try:
         # An installed package may lie inside another project's checkout; only a tracked file makes it ours.
         _output(*git, "ls-files", "--error-unmatch", Path(__file__).name)
@@ -261,7 +262,7 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
 
     Args:
         benchmark: one ``triton.testing.Benchmark``. Its `ylabel` is the unit, "GB/s" or "TFLOP/s"; its `line_names`
-            hold "triton_gallery"; its `styles` are not used.
+            hold "triton_gallery", unless its name begins with "guide-"; its `styles` are not used.
         title: what is measured, as a heading.
         limit: what to measure in the same run as the hardware's limit: one of `LIMITS`, or None.
         rounds: how often each point is measured, with the providers' order reversed every other time, so that a GPU
@@ -279,7 +280,8 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     # More is better in both units: ratios, bold figures and the word "slower" rely on it.
     if benchmark.ylabel not in LIMITS.values():
         raise ValueError(f"perf_report: ylabel must be GB/s or TFLOP/s, got {benchmark.ylabel!r}")
-    if OURS not in benchmark.line_names or len(benchmark.line_names) != len(benchmark.line_vals):
+    ours = is_study(benchmark.plot_name) or OURS in benchmark.line_names
+    if not ours or len(benchmark.line_names) != len(benchmark.line_vals):
         raise ValueError(f"perf_report: line_names must name each value, one {OURS!r}, got {benchmark.line_names}")
     if limit is not None and LIMITS.get(limit) != benchmark.ylabel:
         kinds = ", ".join(kind for kind, unit in LIMITS.items() if unit == benchmark.ylabel)
@@ -356,11 +358,13 @@ class PerfReport:
         return head | {key: found[key] for key in PROVENANCE}
 
     def _digest(self) -> str | None:
-        """The digest of the benchmark's text; None without a file, as in a notebook, whose cells stand alone."""
-        file = inspect.getsourcefile(self.fn) if inspect.isfunction(self.fn) else None
-        if file is None or not Path(file).is_file():
+        """The digest of the benchmark's text; None without one, as in a notebook, whose cells stand alone."""
+        if not inspect.isfunction(self.fn):
             return None
-        return function_digest(Path(file).read_text(encoding="utf-8"), self.fn.__name__)
+        file = Path(inspect.getsourcefile(self.fn) or "")
+        # A page of the guide brings its text along.
+        text = file.read_text(encoding="utf-8") if file.is_file() else self.fn.__globals__.get("__source__")
+        return text and function_digest(text, self.fn.__name__)
 
     def _measure(self, x, record: dict) -> None:
         """Add to the record the rows of one x, and what was left out of them."""
