@@ -409,9 +409,13 @@ ladder
 # The rate has a logarithmic axis here, because the steps multiply. On the far left all versions are alike, since a
 # launch takes longer than the work. To the right they part, by the bytes that they have under way. The loop levels off
 # early: it waits for each block before it asks for the next, so a longer vector means more trips, and not more on each.
-# Blocks of 32 put every multiprocessor to work, but of four threads three have nothing to ask for. With blocks of 1024
-# each thread has four wide loads under way, and memory itself is the limit at last. The final step is none in speed:
-# what the library adds to `my_add` happens before the launch.
+# At :math:`2^{24}` elements it moves :measured:`vector-add-ladder-fp32: one program, a loop at 16777216`. Blocks of 32
+# put every multiprocessor to work, but of four threads three have nothing to ask for; they reach
+# :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / limit at 268435456` of a copy's rate at
+# :math:`2^{28}` elements. With blocks of 1024 each thread has four wide loads under way, and memory itself is the limit
+# at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at 268435456`. (An addition reads
+# more than it writes, and reading is a little faster.) The final step is none in speed: what the library adds to
+# `my_add` happens before the launch.
 
 # %%
 # Under the roofline

@@ -523,10 +523,18 @@ ladder.plot()
 ladder
 
 # %%
-# Where rows are long, the trips explain the chart. The great step is the first, to fuse at all: eight trips become two.
-# None of the others can win as much, and each of them mends what the one before leaves open. The maximum makes the
-# result right for all numbers. The online walk takes rows that no registers can hold, and pays with a third trip. The
-# library saves that trip again, because it keeps a row where the second walk finds it.
+# Where rows are long, the trips explain most of the chart. The great step is the first, to fuse at all: eight trips
+# become two. None of the others can win as much, and each of them mends what the one before leaves open. The maximum
+# makes the result right for all numbers. The online walk takes rows that no registers can hold, and pays with a third
+# trip: at 65536 columns it reaches :measured:`softmax-ladder-fp16: online, two walks / limit at 65536` of a copy's
+# rate. The library saves that trip again, because it keeps a row where the second walk finds it, and reaches
+# :measured:`softmax-ladder-fp16: triton_gallery / limit at 65536`.
+#
+# One expectation was wrong. At 4096 columns the naive curve and the safe one do meet; at 16384 the naive kernel reaches
+# :measured:`softmax-ladder-fp16: naive, row in registers / safe, row in registers at 16384` of the other's rate,
+# although it does less. Or so it seems: it divides each number of the row by the sum, and a division takes several
+# instructions. The library's kernel divides once in a row, and multiplies. A program of 128 threads with a long row has
+# no other program at its side behind which this could hide.
 
 # %%
 # Fusing moves the point to the right

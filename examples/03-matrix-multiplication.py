@@ -614,8 +614,8 @@ for name, tile, programs, group in (
 # Memory is not what holds the small tiles back. Their programs share so much that each byte from memory serves more
 # than a hundred operations already. It is the second door: L2 is faster than memory, but not ten times as much. Large
 # tiles widen that door, which no order of tiles can do. The order works at the first one. There it is worth most where
-# the door is narrow, with larger matrices, a smaller cache or a slower memory, so in this chart we should not expect
-# much of it.
+# the door is narrow, with larger matrices, a smaller cache or a slower memory, so in this chart we should expect little
+# of it.
 
 
 @tg.benchmark.perf_report(
@@ -653,9 +653,14 @@ ladder
 
 # %%
 # The walk along :math:`K` lets the ladder reach every size, because what a program needs on the chip no longer grows
-# with :math:`K`. Speed comes with the large tile, in two ways. It needs a quarter of the bytes from L2. And on Hopper
+# with :math:`K`. Speed comes with the large tile, :measured:`matmul-ladder-fp16: large tiles / a walk along K at 4096`
+# of the rate at 4096³, in two ways. It needs a quarter of the bytes from L2. And on Hopper
 # it gives us another instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to make do with the older
-# `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it has to wait for them. (To compare
+# `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it has to wait for them. The order
+# of tiles gains nothing as long as L2 holds whatever the order is, and the more the larger the matrices become:
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` at 4096³,
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³ and
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. (To compare
 # torch and the library, trust the sweep above, which measures them in three rounds, in alternating order.)
 
 # %%
@@ -876,6 +881,28 @@ for report in (report_fp16, report_bf16, report_fp8):
 #
 # The limit line is the fastest of many runs of torch's own product. Clocks change from run to run, so that no median
 # reaches it.
+#
+# A thin product runs at the rate of its weight, ours at :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of
+# torch's rate for one row and :measured:`matmul-thin-fp16: triton_gallery / torch at 64` for 64. For one row this is
+# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of a copy's rate. 117 MB are read so quickly that the launch,
+# the first loads and the sum of the parts are a good part of the time.
+#
+# With a long :math:`K` we lose. At the end of the sweep it is
+# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of torch's rate, with :math:`K = 4096`
+# :measured:`matmul-long-fp16: triton_gallery / torch at 4096`. Two launches, the second of which waits for the first,
+# are a high price for so little work.
+#
+# With odd sides the copies pay from about 1000 on: at 4095³ our rate is
+# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095` torch's. `torch.compile`, which has the same idea, gets
+# ahead of us there, since we reach :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` of its rate: it
+# leaves the result in the longer rows and hands out a view of them, where ours is copied once more to be contiguous.
+# Below, copies cost more than they save, narrow loads are slow, and at 511³ we are at
+# :measured:`matmul-odd-fp16: triton_gallery / torch at 511`.
+#
+# A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
+# other one at 1024³, where a launch counts. In larger products they save a trip to memory and cost the matrix unit a
+# pause, since warps that compute an epilogue do not multiply. At 4096³ it is
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`.
 
 # %%
 # Break it: forget the short group

@@ -402,13 +402,16 @@ ladder.plot()
 ladder
 
 # %%
-# The first two versions are held back by their bytes, as the list says. The third moves no byte in vain and should fall
-# short of a copy all the same: some sixty instructions are more than a GPU gets done while four bytes arrive. From here
-# on the bytes stay as they are, and the instructions become fewer, with a quarter of the calls and then an eighth. Once
-# they take less time than the bytes, a further step has nothing to gain, and there we stop.
+# The first two versions are held back by their bytes, as the list says. The third moves no byte in vain and falls short
+# of a copy all the same, at :measured:`dropout-ladder-fp16: a call for one / limit at 268435456` of its rate: some
+# sixty instructions are more than a GPU gets done while four bytes arrive. From here on the bytes stay as they are, and
+# the instructions become fewer, with a quarter of the calls
+# (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an eighth
+# (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the bytes, a
+# further step has nothing to gain, and there we stop.
 #
-# At the left end of the chart bytes hardly count. A launch has a price of its own there, and the first version pays it
-# four times, the last three once.
+# At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
+# times, two of the last three once, and the library twice, because it draws its seed on the GPU when we give it none.
 
 # %%
 # Is drawing as fast as reading?

@@ -430,10 +430,13 @@ ladder.plot()
 ladder
 
 # %%
-# Twelve trips in place of two leave a sixth of a copy's rate, once a matrix is larger than the L2 cache. For the two
-# loops the count is too strict. They read a row for the second time right after the first, and most of it is still in
-# a cache. Memory hardly notices the third trip. What the loops lose is time: each round waits for loads of its own,
-# where a program that asks for the whole row at once waits once.
+# Twelve trips in place of two leave at most a sixth of a copy's rate, once a matrix is larger than the L2 cache; here
+# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips leave two thirds, and the two
+# loops come close to that: :measured:`layer-norm-fwd-ladder-fp16: two loops / limit at 8192` at 8192 columns, where a
+# row in registers allows :measured:`layer-norm-fwd-ladder-fp16: row in registers / limit at 8192`. They also lose time
+# in a way that no count of bytes shows: each round waits for loads of its own, where a program that asks for the whole
+# row at once waits once. (Two points of the third curve are lower than the ones around them. The matrices are small
+# there, and the launch from Python took longer than the work.)
 #
 # From the row in registers to the library no trip is saved. What changes is the layout. A row of 1024 columns is little
 # work for a program, so the library gives it two. A row of 9216 leaves almost half of our block of 16384 empty, and one
@@ -691,12 +694,15 @@ print(backward_report.summary())
 # GPUs, are cut into column blocks. The row sums then need a pass of their own over `x` and `dy`: five trips instead of
 # three.
 #
-# The records agree: at 8192 columns the forward pass reaches :measured:`layer-norm-fwd-fp16: triton_gallery / limit at
-# 8192` of a copy and the backward pass :measured:`layer-norm-bwd-fp16: triton_gallery / limit at 8192`, which is
-# :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192` of the best other one. We lose at short rows: with
-# 1024 columns the backward pass runs at :measured:`layer-norm-bwd-fp16: triton_gallery / torch at 1024` of torch's
-# rate. The GPU has finished long before the host has, in Python, allocated five tensors and launched two kernels. The
-# forward pass loses to `torch.compile` at 1024 columns, for the same reason, and at 14336, where it runs at
+# With 8192 columns we reach, as shares of a copy's rate and of the best other one's:
+#
+# - forward :measured:`layer-norm-fwd-fp16: triton_gallery / limit at 8192` and
+#   :measured:`layer-norm-fwd-fp16: triton_gallery / peers at 8192`
+# - backward :measured:`layer-norm-bwd-fp16: triton_gallery / limit at 8192` and
+#   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192`
+#
+# Backward, we lose where rows are short: the GPU has finished long before the host has walked through autograd,
+# allocated five tensors and launched two kernels, in Python, where torch does all of it in C++. The forward pass loses to `torch.compile` at 14336 columns, where it runs at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` makes a kernel
 # for this one length, and finds out that seven blocks of 2048 fill a row: its loops need no mask. Ours serves every
 # length with one kernel. Where no such block fits, at 13824 columns, say, it is our rate that is higher,

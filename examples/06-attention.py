@@ -796,8 +796,13 @@ ladder
 # far below the dashed line. The kernels leave memory alone and depend on the cache in its place. The smaller the tile,
 # the more they ask of it, and the smaller are the pieces that they hand to the matrix unit. Hopper's own instruction,
 # `wgmma`, multiplies 64 rows at least, so the small kernel has to make do with an older one. And what happens once for
-# a tile of keys, the maximum, the rescaling, the wait for the next tile, happens for every 32 keys. In the fourth
-# version it weighs half as much.
+# a tile of keys, the maximum, the rescaling, the wait for the next tile, happens for every 32 keys.
+#
+# The fourth version asks the cache for half as much and waits half as often, and still it is no faster: at 16384
+# positions it runs at :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` of the third
+# one's rate. So bytes from the cache are not what the third version waits for. Larger programs have a price, too. Fewer
+# of them share a multiprocessor, eight warps instead of four meet at every tile of keys, and there is less other work
+# to turn to.
 #
 # What remains is waiting. The warps of our kernel multiply, then take exponentials, then multiply again, and while they
 # do the one, the unit for the other has nothing to do. On Hopper the last step of the library is the division of labour
