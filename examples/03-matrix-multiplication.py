@@ -884,8 +884,8 @@ for report in (report_fp16, report_bf16, report_fp8):
 #
 # A thin product runs at the rate of its weight, ours at :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of
 # torch's rate for one row and :measured:`matmul-thin-fp16: triton_gallery / torch at 64` for 64. For one row this is
-# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of a copy's rate. 117 MB are read so quickly that the launch,
-# the first loads and the sum of the parts are a good part of the time.
+# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of a copy's rate. 117 MB are read so quickly that the
+# launch, the first loads and the sum of the parts are a good part of the time.
 #
 # With a long :math:`K` we lose. At the end of the sweep it is
 # :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of torch's rate, with :math:`K = 4096`
@@ -893,11 +893,10 @@ for report in (report_fp16, report_bf16, report_fp8):
 # are a high price for so little work.
 #
 # With odd sides the copies pay from about 1000 on: at 4095³ our rate is
-# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095` torch's. `torch.compile`, which has the same idea, gets
-# ahead of us there, since we reach :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` of its rate: it
-# leaves the result in the longer rows and hands out a view of them, where ours is copied once more to be contiguous.
-# Below, copies cost more than they save, narrow loads are slow, and at 511³ we are at
-# :measured:`matmul-odd-fp16: triton_gallery / torch at 511`.
+# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095` torch's. `torch.compile` pads, too, and is ahead there: we
+# reach :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` of its rate, and the copy of the result
+# alone takes a good part of the difference. Below, copies cost more than they save, narrow loads are slow, and at 511³
+# we are at :measured:`matmul-odd-fp16: triton_gallery / torch at 511`.
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
 # other one at 1024³, where a launch counts. In larger products they save a trip to memory and cost the matrix unit a

@@ -431,12 +431,12 @@ ladder
 
 # %%
 # Twelve trips in place of two leave at most a sixth of a copy's rate, once a matrix is larger than the L2 cache; here
-# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips leave two thirds, and the two
-# loops come close to that: :measured:`layer-norm-fwd-ladder-fp16: two loops / limit at 8192` at 8192 columns, where a
-# row in registers allows :measured:`layer-norm-fwd-ladder-fp16: row in registers / limit at 8192`. They also lose time
-# in a way that no count of bytes shows: each round waits for loads of its own, where a program that asks for the whole
-# row at once waits once. (Two points of the third curve are lower than the ones around them. The matrices are small
-# there, and the launch from Python took longer than the work.)
+# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips leave two thirds, and the
+# two loops come close to that: :measured:`layer-norm-fwd-ladder-fp16: two loops / limit at 8192` at 8192 columns, where
+# a row in registers allows :measured:`layer-norm-fwd-ladder-fp16: row in registers / limit at 8192`. They also lose
+# time in a way that no count of bytes shows: each round waits for loads of its own, where a program that asks for the
+# whole row at once waits once. (Two points of the third curve are lower than the ones around them. The matrices are
+# small there, and the launch from Python took longer than the work.)
 #
 # From the row in registers to the library no trip is saved. What changes is the layout. A row of 1024 columns is little
 # work for a program, so the library gives it two. A row of 9216 leaves almost half of our block of 16384 empty, and one
@@ -702,7 +702,9 @@ print(backward_report.summary())
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192`
 #
 # Backward, we lose where rows are short: the GPU has finished long before the host has walked through autograd,
-# allocated five tensors and launched two kernels, in Python, where torch does all of it in C++. The forward pass loses to `torch.compile` at 14336 columns, where it runs at
+# allocated five tensors and launched two kernels, in Python, where torch does all of it in C++.
+#
+# The forward pass loses to `torch.compile` at 14336 columns, where it runs at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` makes a kernel
 # for this one length, and finds out that seven blocks of 2048 fill a row: its loops need no mask. Ours serves every
 # length with one kernel. Where no such block fits, at 13824 columns, say, it is our rate that is higher,
