@@ -683,11 +683,11 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # ----------------------------
 #
 # A language model that answers one person multiplies a single row, or a few, by weights of many megabytes. The row has
-# as good as no bytes, and each byte of the weights serves two operations per row: we are back on the slope, at an
+# as good as no bytes, and each number of the weights serves two operations per row: we are back on the slope, at an
 # intensity of about :math:`M`, and reading the weights at the rate of a copy is all that can be asked. A tile has at
 # least 16 rows, most of which compute nothing; that is free as long as memory is what we wait for. What counts is how
-# many bytes a multiprocessor has on its way. Tiles of :math:`16 \times 64` with 256 steps of :math:`K` in each of four
-# stages ask for 128 KiB at a time.
+# many bytes a multiprocessor has on its way. The library takes tiles of :math:`16 \times 64`, which walk along
+# :math:`K` in four stages of 256 numbers, and so has 128 KiB of the weights under way at a time.
 #
 # Here a layer of 4096 outputs and 14336 inputs gets one row after another, and the rate is that of all bytes.
 
