@@ -56,7 +56,7 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 #
 # A *kernel* is a function that runs there. In Triton it works on *blocks*: `tl.arange(0, 16)` is a block of 16
 # integers, `x_ptr + offsets` a block of 16 addresses, counted in elements and not in bytes, and `tl.load` fetches all
-# of them at once. How a block spreads over threads is the compiler's business. It is called by `@triton.jit`, at the
+# of them at once. How a block spreads over threads is the compiler's business. `@triton.jit` calls the compiler at the
 # kernel's first launch. Here is the smallest kernel that adds two vectors.
 
 
@@ -78,8 +78,8 @@ torch.testing.assert_close(out, x + y)
 # brackets. A tensor that we pass arrives as a pointer to its first element, hence the names that end in `_ptr`; the
 # kernel knows nothing of shapes. `out` was allocated by us, because a kernel returns nothing and writes to memory.
 #
-# Two things keep this kernel from being useful. The length of a block has to be a power of two, and those of our
-# vectors are not. And one program runs on one of the GPU's many multiprocessors, while the others are idle.
+# Two things keep this kernel from being useful. The length of a block has to be a power of two, and the lengths of real
+# vectors seldom are. And one program runs on one of the GPU's many multiprocessors, while the others are idle.
 
 # %%
 # Many programs share the work
@@ -160,8 +160,8 @@ print(trace)
 
 # %%
 # This is the cost from the top of the page, measured: each element of three vectors is touched once (`times each`), 12
-# bytes for each of 27 sums. The column `outside` counts lanes that were switched on and point past the end of their
-# vector. It should be 0, always.
+# bytes for each of 27 sums. The column `outside` counts lanes that were switched on and point to no element of their
+# vector, such as past its end. It should be 0, always.
 #
 # In the picture, look for the staircase: each program has a step of its own, at the same place in all three vectors.
 # The last step is cut short. Its hatched lanes lie past the end, and the mask has switched them off. (Code that draws
@@ -192,7 +192,7 @@ plt.show()
 #
 # - `BLOCK_SIZE: tl.constexpr` is known when the kernel is compiled. It has to be: a block's shape decides how many
 #   registers a program needs. Another block size is another compilation, whereas `n_elements` may change from call to
-#   call, with two compilations for all its values: one for multiples of 16 and one for the others.
+#   call. A few compilations serve all its values, above all one for multiples of 16 and one for the others.
 # - `tl.program_id(0)` is :math:`i`. It is a 32-bit number, and :math:`iB` can exceed what 32 bits hold, so we widen
 #   it *before* the product. A kernel without that cast works for years, until someone adds more than
 #   :math:`2^{31}` numbers.
@@ -206,7 +206,7 @@ plt.show()
 #   may be a function as well, such as `lambda meta: (triton.cdiv(n_elements, meta["BLOCK_SIZE"]),)`, which Triton calls
 #   with the launch's keyword arguments. Whoever lets Triton choose the block size needs that.
 #
-# Why 1024? Each program has 128 threads (4 warps of 32) unless the launch asks for more, as in `num_warps=8`. So a
+# Why 1024? Each program has 128 threads (4 warps of 32) unless the launch asks otherwise, as in `num_warps=8`. So a
 # block of 1024 gives each of them 8 elements, that is two loads of 16 bytes, the widest there are, from each input.
 # That is enough to keep the memory busy, and few enough for the registers.
 
@@ -225,10 +225,11 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 # From a kernel to a function
 # ---------------------------
 #
-# Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, one device. `triton_gallery.add`
-# trusts nobody. It takes what `torch.add` takes, promotes dtypes, broadcasts, scales by `alpha`, has gradients, and
-# refuses the rest in words. When both tensors fill their memory without gaps and in the same order, it launches the
-# kernel above; otherwise a second one works out the address of each element from the strides.
+# Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, one device. `triton_gallery.add` trusts
+# nobody. As `torch.add` it takes two tensors, or a tensor and a number; it promotes dtypes, broadcasts, scales by
+# `alpha`, has gradients, and refuses the rest in words. When both tensors fill their memory without gaps and in the
+# same order, it launches the kernel above; otherwise a second one works out the address of each element from the
+# strides.
 
 matrix = torch.randn(5, 7, device=DEVICE, requires_grad=True)
 row = torch.randn(7, device=DEVICE, dtype=torch.float16, requires_grad=True)
@@ -253,7 +254,9 @@ except ValueError as error:
 # measured run, which says itself whether anything has changed since.
 #
 # A launch returns at once, while the GPU goes on working, so a clock around the call would measure the launch alone.
-# `measure` lets the GPU itself take the time, of many calls, and gives their median with the spread. `Benchmark`
+# `measure` lets the GPU itself take the time between the start and the end of each of many calls, and gives the median
+# with the spread. While the GPU empties its cache for the next call, the host, the CPU that launches, has time to get
+# ahead. If it takes longer than that, the GPU waits, and the waiting counts. `Benchmark`
 # declares the chart: a point for each of `x_vals`, and a curve for each *provider*, that is whose addition it is.
 # `limit="copy"` measures a copy beside them. In the table, shares of the limit go from next to nothing to a little more
 # than all of it; the section *What we saw* says why.
@@ -289,6 +292,7 @@ report = bench_add.run()
 report.plot()
 
 # %%
+# A page shows the value of a cell's last line, as a notebook does. In a script, write `print(report)`.
 
 report
 
@@ -410,21 +414,21 @@ ladder
 # launch takes longer than the work. To the right they part, by the bytes that they have under way. The loop levels off
 # early: it waits for each block before it asks for the next, so a longer vector means more trips, and not more on each.
 # At :math:`2^{24}` elements it moves :measured:`vector-add-ladder-fp32: one program, a loop at 16777216`. Blocks of 32
-# put every multiprocessor to work, but of four threads three have nothing to ask for; they reach
-# :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / limit at 268435456` of a copy's rate at
-# :math:`2^{28}` elements. With blocks of 1024 each thread has four wide loads under way, and memory itself is the limit
-# at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at 268435456`. (An addition reads
-# more than it writes, and reading is a little faster.) The final step is none in speed: what the library adds to
-# `my_add` happens before the launch.
+# put every multiprocessor to work, but of four threads three have nothing to ask for, and 528 KiB under way are not
+# enough; they reach :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / limit at 268435456` of a copy's
+# rate at :math:`2^{28}` elements. With blocks of 1024 each thread has four wide loads under way, and memory itself is
+# the limit at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at 268435456`. (An
+# addition reads more than it writes, and reading is a little faster.) The final step brings no speed: what the library
+# adds to `my_add` happens before the launch.
 
 # %%
 # Under the roofline
 # ------------------
 #
-# The sentence from the top of this page has a picture. Its horizontal axis is the *arithmetic intensity*, operations
-# per byte, and its vertical axis the rate of arithmetic. No kernel gets above the *roofline*: on its slope memory sets
-# the time, on its flat part the arithmetic units do, and the *ridge* is where the two meet. An addition stands at 1/12
-# operation per byte and nothing can move it to the right.
+# That an addition is limited by memory can be drawn. The horizontal axis of the picture is the *arithmetic intensity*,
+# operations per byte, and its vertical axis the rate of arithmetic. No kernel gets above the *roofline*: on its slope
+# memory sets the time, on its flat part the arithmetic units do, and the *ridge* is where the two meet. An addition
+# stands at 1/12 operation per byte and nothing can move it to the right.
 
 rates = report.series("triton_gallery")  # in GB/s; divided by 12 bytes and by 1000, in TFLOP/s
 tg.benchmark.roofline(report, {f"$2^{{{n}}}$ elements": (1 / 12, rates[2**n] / 12 / 1000) for n in (16, 20, 28)})
@@ -474,7 +478,8 @@ print(report.summary())
 #
 # On the GPU of the record, ours runs at :measured:`vector-add-fp32: triton_gallery / limit at 268435456` of the copy's
 # rate with 2²⁸ elements. (A sum reads two tensors and writes one, which suits this memory slightly better than a copy
-# does, hence values above 100 %.) With 4096 elements the host, the CPU that launches, decides, and we reach
+# does, hence values above 100 %.) With 4096 elements the start of a kernel decides, some microseconds in which the GPU
+# has nothing of ours to do, and we reach
 # :measured:`vector-add-fp32: triton_gallery / torch at 4096` of torch's rate.
 
 # %%
@@ -567,8 +572,8 @@ assert trace.bytes_loaded() + trace.bytes_stored() == 16 * 10007
 # Solution 2: a block of 1000
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The length of a block must be a power of two: its elements are dealt out to threads, and their number is one. The
-# vectors may stay as they are: a block of 1024 takes them, with a mask.
+# The length of a block must be a power of two: its elements are dealt out to threads, whose number is such a power,
+# too. The vectors may stay as they are: a block of 1024 takes them, with a mask.
 
 from triton.errors import TritonError
 

@@ -817,8 +817,10 @@ def compare(name, title, xlabel, sizes, shapes, providers):
 
 
 reports = {name: compare(name, *sweep) for name, sweep in sweeps.items()}
-for other_report in reports.values():
-    other_report.plot()
+
+# %%
+
+reports["matmul-long-fp16"].plot()
 
 # %%
 
@@ -826,7 +828,15 @@ reports["matmul-long-fp16"]
 
 # %%
 
+reports["matmul-odd-fp16"].plot()
+
+# %%
+
 reports["matmul-odd-fp16"]
+
+# %%
+
+reports["matmul-gelu-fp16"].plot()
 
 # %%
 

@@ -2,14 +2,14 @@
 Attention
 =========
 
-We compute attention without ever storing its scores, forward and backward, for every length, mask and head dimension.
+We compute attention without ever storing its scores, forward and backward, for any lengths and under causal masks.
 
 You will learn:
 
 - what the matrix of scores costs, and how a softmax that arrives in tiles does without it
-- how one number per query lets the backward pass compute the scores again
+- how one number per query lets the backward pass compute the probabilities again, tile by tile
 - which five matrix products lead back, and which program owns what, so that no sum needs an atomic addition
-- which tiles a causal mask leaves out, and what it does to a tile with nothing in it
+- which tiles a mask leaves out, and what a tile with nothing in it does to a running maximum
 """
 
 # %%
@@ -112,10 +112,10 @@ for S in (512, 2048, 8192, 16384):
 # :math:`\ell = (e^{-2} + 1) \, e^{-2} + e^{-3} + 1`. Multiplied out this is :math:`e^{-4} + e^{-2} + e^{-3} + e^0`,
 # what the four scores minus 5 give at once.
 #
-# A query keeps :math:`m`, :math:`\ell` and the :math:`D` numbers of :math:`a`. No term of this depends on the length of
+# A query keeps :math:`m`, :math:`\ell` and the :math:`D` numbers of :math:`a`. None of this grows with the length of
 # the sequence. (The programming guide has a chapter, *From softmax to flash attention*, that gets here one key at a
-# time.) Below are the five steps for all queries at once. The names are those of the kernels to come: `row_max`
-# is :math:`m`, `row_sum` is :math:`\ell`, `acc` is :math:`a` and `rescale` is :math:`r`.
+# time.) Below are the five steps for all queries at once. The names are those of the kernels to come: `row_max` is
+# :math:`m`, `row_sum` is :math:`\ell`, `acc` is :math:`a` and `rescale` is :math:`r`.
 
 
 def tiled_attention(q, k, v, block=32):
@@ -214,8 +214,8 @@ for ours, expected in zip(small_attention(q, k, v), (out, lse), strict=True):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 # %%
-# This *is* flash attention. What follows makes it general, with masks, strides and every length, and it makes it fast.
-# The loop stays.
+# This *is* flash attention. What follows makes it general, with masks, strides and as many keys as we like, and it
+# makes it fast. The loop stays.
 
 # %%
 # A mask leaves whole tiles out
@@ -249,7 +249,7 @@ def tile_bounds_kernel(bounds_ptr, seq_q, seq_k, lower, upper, BLOCK: tl.constex
     start = tl.program_id(0) * BLOCK
     last = tl.minimum(start + BLOCK, seq_q) - 1
     bounds = _tile_bounds(start, last, lower, upper, seq_k, BLOCK, HAS_LOWER, True)
-    for i in tl.static_range(4):  # unrolled, since which item of a tuple is meant has to be known to the compiler
+    for i in tl.static_range(4):  # unrolled: the compiler has to know which item of the tuple is meant
         tl.store(bounds_ptr + tl.program_id(0) * 4 + i, bounds[i])
 
 
@@ -315,7 +315,7 @@ plt.show()
 # need nothing of it. First come the helpers: which tile is mine, and how to load and store a tile whatever its strides
 # are. (The four strides of a tensor arrive as a tuple.) A few names belong to features that we do not need yet: with
 # `USE_TMA` a hardware unit copies whole tiles, as on page three, `PRECISION` says how to multiply float32, `ALIGN`
-# promises that strides are multiples of it, and `group_size` heads of queries share a head of keys, here one.
+# promises that strides are multiples of it, and `group_size` heads of queries share a head of keys (here it is 1).
 
 # quote: triton_gallery.attention._tile_and_head
 # quote: triton_gallery.attention._tile_ptrs
@@ -324,7 +324,8 @@ plt.show()
 
 # %%
 # And this is the kernel. The argument list is long, since there are four tensors of four strides each. The loop in the
-# middle is the loop from above. Only `s` differs a little: in the kernel it is still without :math:`\sigma`.
+# middle is the loop from above. Only `s` is still without :math:`\sigma`, and maxima and logsumexps are exponents of 2
+# instead of :math:`e`.
 
 # quote: triton_gallery.attention._attention_fwd_kernel
 
@@ -556,9 +557,9 @@ torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 #
 # The outer loops are the launch grids of two kernels. In each of them every number of a gradient belongs to one
 # program, which adds to it in registers, tile after tile, and stores it once. No two programs ever write to the same
-# address. So there are no atomic additions, which the memory makes itself in whatever order they arrive, and no sum
-# depends on which program happened to be faster: the same inputs give the same bits, in every run. The forward pass has
-# this property for the same reason. (A faster kernel gives it up for :math:`dQ`; we come to that.)
+# address. So no *atomic additions* are needed, which the memory carries out itself, in the order in which they arrive.
+# No sum depends on which program happened to be faster: the same inputs give the same bits, in every run. The forward
+# pass has this property for the same reason. (A faster kernel gives it up for :math:`dQ`; we come to that.)
 #
 # The price is that `p_and_ds` runs twice for each tile. The two kernels have seven products, four and three, where
 # the formulas have five. We credit five to everybody when we measure.
@@ -577,7 +578,9 @@ torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 # - `bounds` comes from the same `_tile_bounds`, with the roles of queries and keys exchanged. Key :math:`j` is seen by
 #   the queries from :math:`j - \text{upper}` to :math:`j - \text{lower}`.
 # - `lse_log2` and `delta` reach to the end of the last tile of queries. Behind the last query `lse_log2` is infinite,
-#   which makes the probabilities there :math:`2^{-\infty} = 0`. No mask is needed along the queries.
+#   which makes the probabilities there :math:`2^{-\infty} = 0`. Full tiles need no mask along the queries. The masked
+#   ones, which compute a mask anyway, include it: a NaN in a key that no query sees would otherwise reach its own
+#   gradient, because NaN minus infinity is NaN.
 # - `dk` takes its factor :math:`\sigma` once, after the loop.
 #
 # The library computes :math:`\delta` and the padded statistics in a small kernel of their own,
@@ -623,7 +626,8 @@ for is_causal in (False, True):
 # From kernels to a function
 # --------------------------
 #
-# `triton_gallery.attention` has the arguments of torch's `scaled_dot_product_attention` and a few more. It takes any
+# Like torch's `scaled_dot_product_attention`, `triton_gallery.attention` has `is_causal`, `scale` and `enable_gqa`. It
+# has a `window`, a `causal_alignment` and `return_lse` besides, and no dropout and no mask of your own. It takes any
 # strides, any lengths, and head dimensions up to 256. The sizes of the tiles are a rule in its source, from
 # measurements, as on page three. (Like torch's, it does not take float8. Both products could take half the time then,
 # but three bits of mantissa are few for probabilities and values, and how much may be lost is for the caller to say.)
@@ -636,8 +640,9 @@ for options in ({"is_causal": True}, {"scale": 0.3}):
 
 # %%
 # A model that generates text keeps the keys and values of all earlier positions. It often has several heads of queries
-# for each head of keys, *grouped-query attention*, to keep that cache small. Three new queries against eleven keys, the
-# last query at the last key, eight heads on two, which has to be asked for, as in torch:
+# for each head of keys, *grouped-query attention*, to keep that cache small. Here are three new queries against eleven
+# keys, the last query at the last key, and eight heads of queries on two of keys. Both have to be asked for, the
+# grouping as in torch:
 
 new_q = torch.randn(1, 8, 3, 40, device=DEVICE)
 cached_k, cached_v = torch.randn(2, 1, 2, 11, 40, device=DEVICE)
@@ -679,18 +684,19 @@ except ValueError as error:
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
 #   own product.
-# - Here the keys are walked from the diagonal backwards. Then only the first tile of a walk can need a mask. It holds
-#   at least one key that is allowed to each query, so the reference is finite from the start.
+# - Here the keys are walked from the diagonal backwards. Query 0 stands at key 0, and tiles of queries divide those of
+#   keys, so only the first tile of a walk can need a mask. (Other alignments and windows take the first kernel.) It
+#   holds at least one key that is allowed to each query, so the reference is finite from the start.
 # - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
 #   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
 #
 # The backward kernel makes one walk and five products. A program owns 128 keys and adds up their :math:`dK` and
-# :math:`dV` in registers. Each tile's share of :math:`dQ` goes to memory, where the hardware adds it to a float32 sum,
-# next to the shares of other programs. Their order is whatever happens, floating-point addition depends on the order,
-# and so :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do not.
+# :math:`dV` in registers. Each tile's share of :math:`dQ` goes to memory, to a float32 sum that other programs add to
+# as well, by atomic additions. Their order is whatever happens, floating-point addition depends on the order, and so
+# :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do not.
 #
-# Who needs the same bits every time says so in torch's own words. `torch.use_deterministic_algorithms(True)` makes the
-# library take the two walks with seven products instead. (Without a GPU it always does.)
+# Whoever needs the same bits every time says so in torch's own words. `torch.use_deterministic_algorithms(True)` makes
+# the library take the two walks with seven products instead. (Without a GPU it always does.)
 
 half = [torch.randn(1, 2, 100, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
 torch.use_deterministic_algorithms(True)
@@ -705,11 +711,11 @@ for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
 # --------------------------------------------------
 #
 # How much of the speed is in the formula, and how much in the fine work? We compare four versions of this page with the
-# library. The first one is the three lines of PyTorch, with its scores in memory. The second is the small kernel, in
-# tiles of 32 queries and 32 keys. The third is the library's kernel as we launched it above, in tiles of 64 and 32, and
-# the fourth the same kernel in tiles of 128 and 64, each of them shared by eight warps. `ALIGN=8` tells the compiler
-# that it may copy eight numbers at a time. All four have to agree with torch in float16, too, on lengths that fill no
-# tile.
+# library, and with cuDNN, NVIDIA's library of kernels for deep learning, which torch can call for attention. The first
+# one is the three lines of PyTorch, with its scores in memory. The second is the small kernel, in tiles of 32 queries
+# and 32 keys. The third is the library's kernel as we launched it above, in tiles of 64 and 32, and the fourth the same
+# kernel in tiles of 128 and 64, each of them shared by eight warps. `ALIGN=8` tells the compiler that it may copy eight
+# numbers at a time. All four have to agree with torch in float16, too, on lengths that fill no tile.
 
 
 def small_attention_4d(q, k, v):
@@ -792,11 +798,17 @@ ladder.plot()
 ladder
 
 # %%
-# With its scores in memory, attention stops at 64 times the rate of a copy, however long the sequence is, and that is
-# far below the dashed line. The kernels leave memory alone and depend on the cache in its place. The smaller the tile,
-# the more they ask of it, and the smaller are the pieces that they hand to the matrix unit. Hopper's own instruction,
-# `wgmma`, multiplies 64 rows at least, so the small kernel has to make do with an older one. And what happens once for
-# a tile of keys, the maximum, the rescaling, the wait for the next tile, happens for every 32 keys.
+# With its scores in memory, attention cannot get beyond 64 operations for each byte that a copy moves, however long the
+# sequence is. That is far below the dashed line, and the three lines of PyTorch do not even get there: with 16384
+# positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
+#
+# The small kernel is no faster; at most lengths it is slower. It saves the trips to memory, and with them the memory:
+# this is what the formula is good for by itself. But it depends on the cache in its place, and the smaller the tile,
+# the more it asks of that, and the smaller are the pieces that it hands to the matrix unit. Hopper's own instruction,
+# `wgmma`, multiplies 64 rows at least, so tiles of 32 have to make do with an older one. And what happens once for a
+# tile of keys, the maximum, the rescaling, the wait for the next tile, happens for every 32 keys. Speed comes with the
+# tile: 64 queries are :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at
+# 16384 positions.
 #
 # The fourth version asks the cache for half as much and waits half as often, and still it is no faster: at 16384
 # positions it runs at :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` of the third
@@ -984,8 +996,8 @@ tg.codegen.inspect(tg.attention, q_meta, k_meta, v_meta, is_causal=True)
 #
 # The machine code of this kernel is long, so we show it line by line as far as TTGIR. A layout says which thread holds
 # what. The two `tl.dot` of the loop leave their sums in the layout `#mma`; on the way from one to the other, the
-# probabilities change theirs by `ttg.convert_layout`, an exchange between threads wherever registers do not fit as they
-# are.
+# probabilities change theirs by `ttg.convert_layout`, an exchange between threads wherever one does not hold what the
+# next product expects of it.
 
 tg.codegen.listing(tg.attention, q_meta, k_meta, v_meta, is_causal=True, target="sm_80", stages=("ttir", "ttgir"))
 
@@ -1013,13 +1025,14 @@ for seq_len in (512, 1024, 4096, 16384):
 # which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against cuDNN, with
 # 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a
 # mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of
-# long and short tiles pays. With head dimension 64 and a mask there is least to win:
-# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst.
+# long and short tiles pays. Of the forward passes the one with head dimension 64 and a mask wins least:
+# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst. Of the backward passes it is
+# the one with head dimension 128 and no mask: :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst`.
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for
-# each exponential where the forward pass has two. Against this stands that it has more tiles to keep at a time, in
-# registers and shared memory, and that :math:`dQ` has to travel to memory and back. These are the other six sweeps:
+# each exponential where the forward pass has two. But it has more tiles to keep at a time, in registers and shared
+# memory, and :math:`dQ` has to travel to memory and back, and this weighs more. These are the other six sweeps:
 
 for sweep_of, report in reports.items():
     if sweep_of not in (("fwd", 128, False), ("fwd", 128, True)):
@@ -1077,8 +1090,8 @@ lowest = torch.finfo(torch.float32).min
 check(masked_attention(q1, k1, v1, window, first_max=lowest), window)
 
 # %%
-# A popular other remedy fills with a large negative number, and not with :math:`-\infty`. It passes, too, until a query
-# has no key at all: 113 queries, 90 keys, the last query at the last key.
+# Another popular remedy is to fill with a large negative number, and not with :math:`-\infty`. It passes, too, until a
+# query has no key at all: 113 queries, 90 keys, the last query at the last key.
 
 k1, v1 = k1[:90], v1[:90]
 late = torch.ones(113, 90, dtype=torch.bool, device=DEVICE).tril(90 - 113)
@@ -1089,8 +1102,8 @@ print("query 0 got the mean of all values:", torch.allclose(out[0], v1.mean(dim=
 # %%
 # All scores of that query are equal, and the softmax of equal numbers is uniform. The result is finite and plausible
 # and mixes in every value that the mask should have hidden. With :math:`-\infty` instead, the sum is 0, and the
-# division gives NaN, unless somebody asks as the kernel does with `empty`. So a test of masks needs a window and a
-# query without keys. The library passes both:
+# division gives NaN, unless the code checks for it, as the kernel does with `empty`. So a test of masks needs a window
+# and a query without keys. The library passes both:
 
 late_out = tg.attention(q1[None], k1[None], v1[None], is_causal=True, causal_alignment="bottom-right")[0]
 check(late_out, late)
@@ -1108,12 +1121,12 @@ check(tg.attention(q1[None], k1[None], v1[None], is_causal=True, window=16)[0], 
 # 2. What if `start` in `_attention_fwd_kernel` counted from the beginning? Suppose four multiprocessors, eight tiles of
 #    queries under a causal mask, and for each tile of queries as many units of time as it has tiles of keys. Draw who
 #    works on what, in both orders, on paper or in Python. The work is the same; how long does each order take?
-# 3. Give the kernel a bias of :math:`-\beta (i - j)` on its scores, for causal masks, as the ALiBi method has it. Which
-#    line changes? The backward kernels need that line, too. Why does nothing else in them change, and why is
-#    :math:`\delta` the same as before? (Try it on the loops in PyTorch.)
+# 3. Give the loops in PyTorch a bias of :math:`-\beta (i - j)` on the scores, for causal masks, as the ALiBi method has
+#    it. Which line changes? The backward pass needs that line, too. Why does nothing else in it change, and why is
+#    :math:`\delta` the same as before? What would the kernels need?
 # 4. Write a kernel for :math:`dQ`, in the manner of `small_attention_kernel` and with its helpers: a program owns a
 #    tile of queries, has their :math:`L` and :math:`\delta`, and walks the keys. (Hint: `p_and_ds` and the last loop of
-#    `tiled_backward` are the plan. How many values run along now?)
+#    `tiled_backward` are the plan. How many running values does the loop carry now?)
 
 # %%
 # Solutions
@@ -1165,8 +1178,10 @@ assert (short_first[0], long_first[0]) == (12, 9) and sum(range(1, 9)) == 4 * 9
 # Solution 3: a bias that falls with the distance
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# One line changes: the one that makes `s`. (In the kernel it stands before the scale is applied, so the bias has to be
-# divided by `scale` there.) The backward kernels make `s` again and need that line for the same probabilities. The bias
+# One line changes: the one that makes `s`. (In the kernels, full tiles need the columns and rows for it as well, which
+# are now computed for masked ones only. The scale is applied later, so the bias has to be divided by it, and in the
+# kernel for :math:`dK` and :math:`dV` it has to be transposed.) The backward pass makes `s` again and needs that line
+# for the same probabilities. The bias
 # depends on no input, so :math:`\partial s / \partial q` and everything behind it is as before; and
 # :math:`\delta_i = dO_i \cdot O_i` follows from :math:`O = P V` alone, whatever :math:`P` was made of. Here are both
 # loops of this page with the line, against autograd.

@@ -8,6 +8,8 @@ from pathlib import Path
 import gallery
 import pytest
 
+import records
+
 EXAMPLES = sorted(gallery.EXAMPLES.glob("[0-9][0-9]-*.py"))
 RECORDS = sorted((gallery.SRC / "triton_gallery" / "records").glob("*/*.json"))
 GUIDE = sorted((gallery.ROOT / "docs").glob("**/*.rst"))
@@ -37,12 +39,14 @@ def test_a_page_of_the_gallery_ends_with_where_it_ran(site, example):
 def test_every_figure_and_table_links_its_data_and_the_command(site, example):
     name = f"getting-started/tutorials/{example.stem}"
     page = read(site, name)
-    shown = len(re.findall(r"\.plot\(\)$|^\w*report\w*$|^reports\[.*\]$", example.read_text(encoding="utf-8"), re.M))
+    names = [path.stem for path in RECORDS if records._page_of(json.loads(path.read_text("utf-8"))) == example.stem]
     links = re.findall(r'<a download="([^"]*)" href="([^"]*)">[^<]*</a>', page)
-    assert shown >= 2 and len(links) == 2 * shown and "data:text" not in page
+    # Each has a figure and a table.
+    files = [f"{name}.{suffix}" for name in names for suffix in ("csv", "json")]
+    assert names and sorted(file for file, _ in links) == sorted(2 * files) and "data:text" not in page
     for _, link in links:
         assert ((site / name).parent / link).is_file(), link
-    assert len(re.findall(r"made by <code>make \w+[^<]*</code> at commit", page)) == shown
+    assert len(re.findall(r"made by <code>make \w+[^<]*</code> at commit", page)) == 2 * len(names)
 
 
 @pytest.mark.parametrize("source", GUIDE, ids=lambda path: path.stem)
