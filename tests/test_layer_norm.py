@@ -146,14 +146,12 @@ def test_long_rows_match_torch_with_the_shipped_blocks(n_cols, device, monkeypat
     check("layer_norm", x, (n_cols,), make_params("layer_norm", (n_cols,), x.dtype, device))
 
 
+@pytest.mark.gpu
 @NORMS
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("n_cols", [8208, 12288, 16384])
-def test_rows_that_wait_in_shared_memory_match_torch(norm, dtype, n_cols, device, monkeypatch):
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(module, "_DWDB_COLS", 64)
-    # On Hopper each program has several rows.
-    x = (torch.randn(2 if DEVICE.type == "cpu" else 300, n_cols, device=device) + 0.5).to(dtype)
+def test_rows_that_wait_in_shared_memory_match_torch(norm, dtype, n_cols, device):
+    x = (torch.randn(300, n_cols, device=device) + 0.5).to(dtype)  # several rows for each program
     params = make_params(norm, (n_cols,), dtype, device)
     check(norm, x, (n_cols,), params)
     check(norm, x[1:], (n_cols,), [None if p is None else p.float() for p in params])
