@@ -384,8 +384,8 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 # - `empty` takes care of a query that no key is allowed to. Its output is 0, and its logsumexp :math:`-\infty`.
 
 # %%
-# It agrees with torch where nothing divides
-# ------------------------------------------
+# It agrees with torch where no tile fits evenly
+# ----------------------------------------------
 #
 # 113 queries, 130 keys and 40 columns fill neither the last tile of queries, nor the last tile of keys, nor the padded
 # 64 columns.
@@ -440,7 +440,7 @@ print(trace)
 # On the left of the picture, the number in a tile says when its program computed it, among its own. Orange tiles need a
 # mask, as before, and empty ones were never loaded. The last queries have the lowest program number, since the longest
 # row starts first. On the right we follow the last query of all through its six tiles. Look for the steps of the
-# maximum, and at the factor below each of them.
+# maximum, and see the factor below each of them.
 
 
 def of_last_query(name, n):
