@@ -189,17 +189,22 @@ torch.testing.assert_close(tiled_matmul(a, b), a @ b)
 
 
 @triton.jit
-def order_kernel(tile_m_ptr, tile_n_ptr, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    i = tl.program_id(0)
+def order_kernel(tile_m_ptr, tile_n_ptr, n, tiles_m, tiles_n, GROUP_M: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
     tile_m, tile_n = _grouped_tile(i, tiles_m, tiles_n, GROUP_M)
-    tl.store(tile_m_ptr + i, tile_m)
-    tl.store(tile_n_ptr + i, tile_n)
+    tl.store(tile_m_ptr + i, tile_m, mask=i < n)
+    tl.store(tile_n_ptr + i, tile_n, mask=i < n)
+
+
+def first_tiles(n, tiles_m, tiles_n, group):
+    tile_m, tile_n = torch.empty(2, n, dtype=torch.int32, device=DEVICE)
+    block = triton.next_power_of_2(n)
+    order_kernel[(1,)](tile_m, tile_n, n, tiles_m, tiles_n, GROUP_M=group, BLOCK=block)
+    return list(zip(tile_m.tolist(), tile_n.tolist(), strict=True))
 
 
 def order(tiles_m, tiles_n, group):
-    tile_m, tile_n = torch.empty(2, tiles_m * tiles_n, dtype=torch.int32, device=DEVICE)
-    order_kernel[(tiles_m * tiles_n,)](tile_m, tile_n, tiles_m, tiles_n, GROUP_M=group)
-    return list(zip(tile_m.tolist(), tile_n.tolist(), strict=True))
+    return first_tiles(tiles_m * tiles_n, tiles_m, tiles_n, group)
 
 
 def strips(tiles):
@@ -592,12 +597,6 @@ for multiply in rungs.values():
 # by the formula from the top of the page. At the first it is the strips that all running programs need together, and
 # for these we ask the kernel's own map once more. On each of its 132 multiprocessors an H200 runs ten of the small
 # programs at a time and two of the large ones; its registers have no room for another.
-
-
-def first_tiles(n, tiles_m, tiles_n, group):
-    tile_m, tile_n = torch.empty(2, n, dtype=torch.int32, device=DEVICE)
-    order_kernel[(n,)](tile_m, tile_n, tiles_m, tiles_n, GROUP_M=group)
-    return list(zip(tile_m.tolist(), tile_n.tolist(), strict=True))
 
 
 print("operations per byte at 8192³      from memory   from L2")
