@@ -389,17 +389,20 @@ undefined(SIZES)
     assert [(bench.plot_name, bench.x_vals) for bench in found] == [("a", [1, 2]), ("b", [1, 2])]
 
 
+# The next `make record` measures these, and then none may stand here.
+NOT_YET = {"layer-norm-bwd-ladder-fp16"}
+
+
 @pytest.mark.parametrize("page", PAGES + CHAPTERS, ids=lambda page: page.stem)
 def test_record_holds_what_the_page_declares(page, tmp_path):
     reports = benchmarks(page, tmp_path)
     assert reports, f"{page.name} runs no benchmark"
-    not_yet = []
     for report in reports:
         path = RECORDS / f"{report.benchmark.plot_name}.json"
         where = path.relative_to(gallery.ROOT)
-        if not path.is_file():
-            not_yet.append(str(where))  # the page says so
+        if path.stem in NOT_YET:
             continue
+        assert path.is_file(), f"{page.name} has a benchmark without a record; `make record` on an H200 writes {where}"
         record, header = json.loads(path.read_text(encoding="utf-8")), report._header()
         keys = ("benchmark", "title", "x", "x_log", "y_log", "unit", "inputs")
         assert {key: record[key] for key in keys} == {key: header[key] for key in keys}, where
@@ -408,14 +411,12 @@ def test_record_holds_what_the_page_declares(page, tmp_path):
         points = [(point["x"], point["provider"]) for point in record["rows"] + record.get("left_out", [])]
         declared = [(x, name) for x in xs for name in report.benchmark.line_names]
         assert sorted(points, key=str) == sorted(declared, key=str), where
-    if not_yet:
-        pytest.skip(f"not yet measured: `make record` on an H200 writes {', '.join(not_yet)}")
 
 
 def test_every_record_belongs_to_a_page(tmp_path):
     assert RECORDS.is_dir(), f"no records: `make record` on an H200 writes {RECORDS.relative_to(gallery.ROOT)}"
     declared = {report.benchmark.plot_name for page in PAGES + CHAPTERS for report in benchmarks(page, tmp_path)}
-    assert {path.stem for path in RECORDS.glob("*.json")} <= declared
+    assert {path.stem for path in RECORDS.glob("*.json")} == declared - NOT_YET and declared >= NOT_YET
 
 
 # --- a page that fails ------------------------------------------------------------------------------------------------
