@@ -372,8 +372,10 @@ plt.show()
 # it walks along the chunks a second time, in shared memory, and writes the result. As soon as a chunk is written, its
 # place is free, and the copy of the same chunk of the program's *next* row starts into it. So copies are under way at
 # all times but one, the short moment when the threads exchange their maxima, and no number crosses the chip's border
-# more often than once in and once out. A row of more than 216 KiB leaves a tail that has no place; the tail takes the
-# online kernel's way, twice through the L2 cache.
+# more often than once in and once out. What is left of a row of more than 208 KiB waits in registers, two bytes to a
+# float16 number as it came from memory: another 96 KiB, enough for the 150,000 logits over a large vocabulary. A still
+# longer row has a tail without a place on the chip, and the tail takes the online kernel's way, twice through the L2
+# cache.
 
 # %%
 # From kernels to a function
@@ -618,8 +620,8 @@ print(report.summary())
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's
 # rate and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one, and at 65536
 # :measured:`softmax-fp16: triton_gallery / limit at 65536` and
-# :measured:`softmax-fp16: triton_gallery / peers at 65536`. With 131072 columns a sixth of the row has no place on the
-# chip, and we are left with :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy, still
+# :measured:`softmax-fp16: triton_gallery / peers at 65536`. With 131072 columns, where a fifth of the row waits in
+# registers, it is :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
 #
 # Rows of an odd length begin at odd addresses, where no wide load may start. The kernel with the chunks copies such a

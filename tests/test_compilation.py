@@ -62,6 +62,8 @@ CASES = [
     Case("softmax", [(4096, 8192)], (F32, F64)),
     Case("softmax", [(4096, 32768)], (F16, F32)),
     Case("softmax", [(4096, 131072)], (F16, F64)),
+    Case("softmax", [(4096, 155648)], (F16,)),
+    Case("softmax", [(1024, 262144)], (F16,)),
     Case("softmax", [(64, 256, 512)], (F16, F64), {"dim": 1}),
     Case("log_softmax", [(4096, 8192)], (F16,)),
     Case("log_softmax", [(4096, 131072)], (F32,)),

@@ -2,8 +2,8 @@
 
 ``tl`` decides by itself what lives in shared memory. Here the kernel decides: it copies a row there chunk by chunk,
 takes maximum and sum as the chunks arrive, and writes the result chunk by chunk; as soon as a chunk is written, the
-copy of the next row's chunk takes its place, so that memory is never idle. What shared memory cannot hold of a row is
-read a second time, from the L2 cache.
+copy of the next row's chunk takes its place, so that memory is never idle. What shared memory cannot hold of a row
+stays in registers as it was loaded, and what does not fit there either is read a second time, from the L2 cache.
 """
 
 import torch
@@ -13,6 +13,11 @@ from ._gluon import async_copy, async_copy_to_shared, gl, gluon
 
 # What the programs on one multiprocessor may hold in shared memory together; each is charged 1 KiB more.
 _SHARED_BYTES = 216 * 1024
+# Vectors of 16 bytes per thread in a chunk, and in each of the pieces that registers have room for.
+_STEPS = 2
+_MAX_KEPT = 6
+# The same in a piece that is read twice.
+_LONG_STEPS = 4
 # More programs on a multiprocessor do not help.
 _MAX_PROGRAMS = 6
 
@@ -56,6 +61,18 @@ def _copy_chunk(chunk, ptrs, vectors, numbers, n_left, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _load_piece(x_row_ptr, vectors, numbers, end, VECTOR: gl.constexpr, FULL: gl.constexpr, POLICY: gl.constexpr):
+    """A piece of the row, and -inf behind the row's end."""
+    cols = vectors * VECTOR + numbers
+    if FULL:
+        return gl.load(x_row_ptr + cols, eviction_policy=POLICY)
+    else:
+        mask = (vectors * VECTOR < end) & (numbers >= 0)
+        x = gl.load(x_row_ptr + cols, mask=mask, other=-float("inf"), eviction_policy=POLICY)
+        return gl.where(cols < end, x, -float("inf"))
+
+
+@gluon.jit
 def _store(ptrs, out, vectors, numbers, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
     """Store what lies between begin and end: whole vectors at once, and what is left of a row number by number."""
     cols = vectors * VECTOR
@@ -87,8 +104,11 @@ def _softmax_resident_fwd_kernel(
     VECTOR: gl.constexpr,  # numbers in 16 bytes
     CHUNK_STEPS: gl.constexpr,  # vectors per thread in a chunk
     N_CHUNKS: gl.constexpr,  # in shared memory
-    TAIL_STEPS: gl.constexpr,  # vectors per thread in each piece behind the chunks, or 0 if there are none
-    N_FULL: gl.constexpr,  # chunks that every row fills
+    N_FULL: gl.constexpr,  # of these, those that every row fills
+    PIECE_STEPS: gl.constexpr,  # vectors per thread in each piece behind the chunks
+    N_KEPT: gl.constexpr,  # pieces in registers, or 0 if there are too many
+    N_KEPT_FULL: gl.constexpr,  # of these, those that every row fills
+    IS_LONGER: gl.constexpr,  # the row goes on behind what is kept
     ALIGNED: gl.constexpr,  # rest is 0: no vector belongs to two rows
     IS_LOG: gl.constexpr,
     num_warps: gl.constexpr,
@@ -109,9 +129,9 @@ def _softmax_resident_fwd_kernel(
     numbers = gl.arange(0, VECTOR, BY_NUMBER)[None, None, :]
     vectors = gl.arange(0, CHUNK_STEPS, BY_STEP)[:, None, None] * THREADS + threads
     cols = vectors * VECTOR + numbers
-    if TAIL_STEPS > 0:
-        tail_vectors = gl.arange(0, TAIL_STEPS, BY_STEP)[:, None, None] * THREADS + threads
-        tail_cols = tail_vectors * VECTOR + numbers
+    BEHIND: gl.constexpr = N_CHUNKS * CHUNK_VECTORS
+    PIECE: gl.constexpr = PIECE_STEPS * THREADS
+    piece_vectors = gl.arange(0, PIECE_STEPS, BY_STEP)[:, None, None] * THREADS + threads
 
     n_cols = n_vectors * VECTOR + rest
     row = gl.program_id(0).to(gl.int64)
@@ -121,26 +141,28 @@ def _softmax_resident_fwd_kernel(
     for c in gl.static_range(N_CHUNKS):
         n_left = gl.cdiv(begin + n_cols, VECTOR) - c * CHUNK_VECTORS
         _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
+    kept = ()
+    for k in gl.static_range(N_KEPT):
+        vectors_k = BEHIND + k * PIECE + piece_vectors
+        kept += (_load_piece(x_row_ptr, vectors_k, numbers, begin + n_cols, VECTOR, k < N_KEPT_FULL, "evict_first"),)
     while row < n_rows:
         end = begin + n_cols
         # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
         m = gl.full([THREADS], -3.4028234663852886e38, gl.float32, BY_THREAD)
         s = gl.zeros([THREADS], gl.float32, BY_THREAD)
-        if TAIL_STEPS > 0:
+        if IS_LONGER:
             # While the chunks are on their way.
-            for first in range(N_CHUNKS * CHUNK_VECTORS, gl.cdiv(end, VECTOR), TAIL_STEPS * THREADS):
-                tail_mask = (first + tail_vectors < gl.cdiv(end, VECTOR)) & (numbers >= 0)
-                tail_ptrs = x_row_ptr + first * VECTOR + tail_cols
-                tail = gl.load(tail_ptrs, mask=tail_mask, other=-float("inf"), eviction_policy="evict_last")
-                if not ALIGNED:
-                    tail = gl.where(first * VECTOR + tail_cols < end, tail, -float("inf"))
-                m, s = _update(_widen(tail, OUT), m, s)
+            for first in range(BEHIND, gl.cdiv(end, VECTOR), PIECE):
+                piece = _load_piece(x_row_ptr, first + piece_vectors, numbers, end, VECTOR, False, "evict_last")
+                m, s = _update(_widen(piece, OUT), m, s)
         for c in gl.static_range(N_CHUNKS):
             async_copy.wait_group(N_CHUNKS - 1 - c)
             x = _widen(ring.index(c).load(LAYOUT), OUT)
             if c >= N_FULL or (c == 0 and not ALIGNED):
                 x = gl.where((c * CHUNK + cols >= begin) & (c * CHUNK + cols < end), x, -float("inf"))
             m, s = _update(x, m, s)
+        for k in gl.static_range(N_KEPT):
+            m, s = _update(_widen(kept[k], OUT), m, s)
         row_max = gl.max(m, 0)
         row_sum = gl.sum(s * gl.exp(m - row_max), 0)
         log2_sum = gl.log2(row_sum)
@@ -151,6 +173,20 @@ def _softmax_resident_fwd_kernel(
         next_row_ptr = x_ptr + next_vector * VECTOR
         out_vector, _ = _place(row, n_vectors, rest, VECTOR, ALIGNED)
         out_row_ptr = out_ptr + out_vector * VECTOR
+        next_kept = ()
+        for k in gl.static_range(N_KEPT):
+            vectors_k = BEHIND + k * PIECE + piece_vectors
+            kept_out = _result(_widen(kept[k], OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
+            kept_ptrs = out_row_ptr + vectors_k * VECTOR + numbers
+            if k < N_KEPT_FULL:
+                gl.store(kept_ptrs, kept_out)
+            else:
+                _store(kept_ptrs, kept_out, vectors_k, numbers, 0, end, VECTOR, ALIGNED)
+            next_end = next_begin + n_cols
+            next_kept += (
+                _load_piece(next_row_ptr, vectors_k, numbers, next_end, VECTOR, k < N_KEPT_FULL, "evict_first"),
+            )
+        kept = next_kept
         for c in gl.static_range(N_CHUNKS):
             start = c * CHUNK_VECTORS
             out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
@@ -160,14 +196,12 @@ def _softmax_resident_fwd_kernel(
                 gl.store(out_row_ptr + c * CHUNK + cols, out)
             n_left = gl.cdiv(next_begin + n_cols, VECTOR) - start
             _copy_chunk(ring.index(c), next_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
-        if TAIL_STEPS > 0:
-            for first in range(N_CHUNKS * CHUNK_VECTORS, gl.cdiv(end, VECTOR), TAIL_STEPS * THREADS):
-                tail_mask = (first + tail_vectors < gl.cdiv(end, VECTOR)) & (numbers >= 0)
-                tail_ptrs = x_row_ptr + first * VECTOR + tail_cols
-                tail = gl.load(tail_ptrs, mask=tail_mask, other=-float("inf"), eviction_policy="evict_first")
-                tail_out = _result(_widen(tail, OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
-                tail_out_ptrs = out_row_ptr + first * VECTOR + tail_cols
-                _store(tail_out_ptrs, tail_out, first + tail_vectors, numbers, 0, end, VECTOR, ALIGNED)
+        if IS_LONGER:
+            for first in range(BEHIND, gl.cdiv(end, VECTOR), PIECE):
+                piece = _load_piece(x_row_ptr, first + piece_vectors, numbers, end, VECTOR, False, "evict_first")
+                piece_out = _result(_widen(piece, OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
+                piece_ptrs = out_row_ptr + (first + piece_vectors) * VECTOR + numbers
+                _store(piece_ptrs, piece_out, first + piece_vectors, numbers, 0, end, VECTOR, ALIGNED)
         row, x_row_ptr, begin = next_row, next_row_ptr, next_begin
     async_copy.wait_group(0)
 
@@ -196,22 +230,26 @@ def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_st
     aligned = rest == 0
     # Other rows can begin at the end of a vector.
     row_bytes = (n_cols if aligned else n_cols + vector - 1) * x.element_size()
-    tail_steps = 0
-    # Chunks of 4 KiB; of 8 KiB where there would be many.
-    if row_bytes <= 32 * 1024:
-        num_warps, chunk_steps = 4, 2
-    elif row_bytes <= _SHARED_BYTES:
-        num_warps, chunk_steps = 8, 1 if row_bytes <= 128 * 1024 else 2
-    else:
-        num_warps, chunk_steps, tail_steps = 16, 1, 4
-    chunk_bytes = num_warps * 32 * 16 * chunk_steps
-    n_chunks = cdiv(min(row_bytes, _SHARED_BYTES), chunk_bytes)
+    num_warps = _num_warps(row_bytes)
+    chunk_bytes = piece_bytes = num_warps * 32 * 16 * _STEPS
+    n_chunks = min(cdiv(row_bytes, chunk_bytes), _SHARED_BYTES // chunk_bytes)
+    n_kept = max(0, cdiv(row_bytes - n_chunks * chunk_bytes, piece_bytes))
+    is_longer = n_kept > _MAX_KEPT
+    if is_longer:
+        n_kept = 0
+    n_full = n_cols * x.element_size() // chunk_bytes
     programs = num_multiprocessors(x.device) * min(_MAX_PROGRAMS, _SHARED_BYTES // (n_chunks * chunk_bytes))
     launch(
         _softmax_resident_fwd_kernel,
         (min(n_rows, programs),),
         x, out, n_rows, n_vectors, row_stride // vector, rest,
-        VECTOR=vector, CHUNK_STEPS=chunk_steps, N_CHUNKS=n_chunks, TAIL_STEPS=tail_steps,
-        N_FULL=min(n_chunks, n_cols * x.element_size() // chunk_bytes), ALIGNED=aligned, IS_LOG=is_log,
-        num_warps=num_warps,
+        VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=min(n_chunks, n_full),
+        PIECE_STEPS=_LONG_STEPS if is_longer else _STEPS, N_KEPT=n_kept,
+        N_KEPT_FULL=min(n_kept, max(0, n_full - n_chunks)), IS_LONGER=is_longer,
+        ALIGNED=aligned, IS_LOG=is_log, num_warps=num_warps,
     )  # fmt: skip
+
+
+def _num_warps(row_bytes: int) -> int:
+    """Warps of a program; more of them where it has the multiprocessor to itself."""
+    return 4 if row_bytes <= 40 * 1024 else 8 if row_bytes <= 128 * 1024 else 16
