@@ -14,6 +14,7 @@ import functools
 import importlib.resources
 import inspect
 import json
+import math
 import os
 import platform
 import re
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,18 +58,52 @@ def _gpu(function: str) -> torch.device:
 def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> tuple[float, float, float]:
     """Time `fn` on the GPU, with the L2 cache flushed before each call.
 
+    As ``triton.testing.do_bench``, but the cache is flushed as often as it takes to keep the GPU busy until the host
+    has launched all of `fn`. Otherwise the time of a small backward pass would be that of the Python around it, and
+    would vary with the host.
+
     Args:
         fn: takes no argument and launches the work.
         grad_to_none: tensors whose gradient is dropped before each call, when `fn` is a backward pass.
 
     Returns:
-        The median, 20 % and 80 % quantile of the calls' times in milliseconds.
+        The median, 20 % and 80 % quantile of the calls' times in milliseconds; at least 100 ms are spent on calls.
 
     Raises:
         RuntimeError: there is no GPU, or Triton's interpreter is on.
     """
     _gpu("measure")
-    return tuple(triton.testing.do_bench(fn, quantiles=[0.5, 0.2, 0.8], grad_to_none=grad_to_none))
+    driver = triton.runtime.driver.active
+    device, cache = driver.get_device_interface(), driver.get_empty_cache_for_benchmark()
+
+    def run(call: Callable, n_calls: int, n_flushes: int) -> torch.Tensor:
+        """The time of each of n calls."""
+        events = [[device.Event(enable_timing=True) for _ in range(2)] for _ in range(n_calls)]
+        for start, end in events:
+            for x in grad_to_none or ():
+                x.grad = None
+            for _ in range(n_flushes):
+                driver.clear_cache(cache)
+            start.record()
+            call()
+            end.record()
+        device.synchronize()
+        return torch.tensor([start.elapsed_time(end) for start, end in events], dtype=torch.float64)
+
+    def on_host() -> float:
+        device.synchronize()
+        start = time.perf_counter()
+        fn()
+        return 1e3 * (time.perf_counter() - start)
+
+    run(fn, 1, 1)  # compiles
+    host_ms = statistics.median(on_host() for _ in range(5))
+    flush_ms = run(lambda: driver.clear_cache(cache), 5, 1).median().item()
+    n_flushes = max(1, math.ceil(2 * host_ms / flush_ms))
+    call_ms = n_flushes * flush_ms + run(fn, 5, n_flushes).median().item()
+    run(fn, math.ceil(25 / call_ms), n_flushes)
+    times = run(fn, math.ceil(100 / call_ms), n_flushes)
+    return tuple(times.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist())
 
 
 def gbps(n_bytes: float, times: tuple[float, float, float]) -> tuple[float, float, float]:
