@@ -411,7 +411,7 @@ ladder
 # further step has nothing to gain, and there we stop.
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
-# times, two of the last three once, and the library twice, because it draws its seed on the GPU when we give it none.
+# times, the second three times, and the last three once. The library's function also checks its arguments first.
 
 # %%
 # Is drawing as fast as reading?
