@@ -662,11 +662,11 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # the rows grow from point to point, from 32 KiB to 512 KiB, and become fewer: 8192 of them at the left end, 512 at the
 # right.
 #
-# At some length a program has to let go of the row that it has read. Then it reads the row once for the statistics and
-# once more for the result, and the L2 cache decides, which all rows under way share. As long as it holds them, the
-# second reading does not reach the memory, and two trips are still two. When they outgrow it, there is a third trip,
-# which leaves two thirds of a copy's rate. With two programs on each of 132 multiprocessors, rows of 65536 numbers take
-# 33 MiB together, rows of 131072 take 66 MiB, and an H200's L2 cache lies in between.
+# At some length a program has to let go of the row that it has read. Then it reads the row twice, once for the
+# statistics and once for the result, and what that costs is up to the L2 cache, which all rows under way share. As long
+# as it holds them, the second reading does not reach the memory, and two trips are still two. When they outgrow it,
+# there is a third trip, which leaves two thirds of a copy's rate. With two programs on each of 132 multiprocessors,
+# rows of 65536 numbers take 33 MiB together, rows of 131072 take 66 MiB, and an H200's L2 cache lies in between.
 
 
 @tg.benchmark.perf_report(
@@ -736,7 +736,7 @@ long_report
         plot_name="layer-norm-bwd-shapes-bf16",
         args={},
     ),
-    title="Layer norm, backward pass of shapes as in training, bfloat16",
+    title="Layer norm, backward pass, shapes of training, bfloat16",
     limit="copy",
 )
 def bench_training_shapes(M, N, provider):
