@@ -557,6 +557,121 @@ tg.benchmark.roofline(report, points | {"unfused, N = 8192": (5 / 16, unfused[81
 # the fused points to the right. One can make five kernels better and better, and lose to one that moves less.
 
 # %%
+# Many short rows, and few long ones
+# ----------------------------------
+#
+# All these matrices have 4096 rows. A program owns whole rows, so their number and length decide how much work there is
+# for a program, and for how many programs. Two more sweeps go to the ends. At the first one rows are short and many:
+# 131072 of them, as when a router picks experts for each token of a batch, or attention looks at a small window.
+#
+# What should we expect? A program of the library takes 1024 numbers there, whatever the length: 32 rows of 32 numbers,
+# or a single one of 1024. A thread loads eight numbers at once, so four threads hold a row of 32, and a warp has to
+# exchange registers only among these four. With one row in each program most threads would have nothing to do. So there
+# are two trips again. What weighs more the shorter the rows become is the launch: at 32 columns the matrix has 8 MiB,
+# which a GPU moves in a few microseconds.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[32, 64, 128, 256, 512, 1024],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="row length N",
+        ylabel="GB/s",
+        plot_name="softmax-short-fp16",
+        args={"M": 131072},
+    ),
+    title="Softmax of 131072 short rows, float16",
+    limit="copy",
+)
+def bench_short_softmax(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.float16)
+    compiled = torch.compile(torch.softmax, dynamic=False)
+    softmax = {
+        "triton_gallery": lambda: tg.softmax(x, dim=1),
+        "torch": lambda: torch.softmax(x, dim=1),
+        "torch.compile": lambda: compiled(x, dim=1),
+    }[provider]
+    return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(softmax))
+
+
+report_short = bench_short_softmax.run()
+
+# %%
+
+report_short.plot()
+
+# %%
+
+report_short
+
+# %%
+# The library runs one kernel at all six lengths, with tiles of one size. At 1024 columns it is the kernel and the tile
+# of the sweep above, with 32 times as many rows. Where the two charts differ there, it is by what starting and filling
+# the GPU takes, and not by anything in the kernel.
+
+# %%
+# At the other end rows are long, or few, or both, and there the plan of one program for a row meets two limits:
+#
+# - *Fewer rows than multiprocessors.* An H200 has 132 multiprocessors. 64 rows keep 64 of them busy, and a single row
+#   one. Those that work have the memory to themselves, but each can have only so many bytes on their way at a time.
+# - *Rows longer than a multiprocessor has room for.* A row of 262144 numbers takes 512 KiB, more than shared memory and
+#   registers together. What has no place is read a second time, and where it is found then decides what that costs. All
+#   rows under way share the L2 cache; 64 rows of 2 MiB are too much for it, and most of the second reading is a third
+#   trip to memory.
+#
+# There is a way around the first limit: cut a row into parts, each with a program of its own, and join their maxima and
+# sums, by the formula with which `_online_finish` joins lanes. Then even a single row keeps the GPU busy. The price is
+# one more launch or two, for no part can be written before all have been read, and a second reading of every row.
+# `torch.compile` cuts rows where there are few of them. The library does not, because a handful of rows of a million
+# numbers is rare, and so there are shapes at which we expect to lose.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["M", "N"],
+        x_vals=[(512, 131072), (256, 262144), (64, 1048576), (32, 262144), (1, 16777216)],
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="rows × columns",
+        ylabel="GB/s",
+        plot_name="softmax-long-fp16",
+        args={},
+    ),
+    title="Softmax of few and very long rows, float16",
+    limit="copy",
+)
+def bench_long_softmax(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.float16)
+    compiled = torch.compile(torch.softmax, dynamic=False)
+    softmax = {
+        "triton_gallery": lambda: tg.softmax(x, dim=1),
+        "torch": lambda: torch.softmax(x, dim=1),
+        "torch.compile": lambda: compiled(x, dim=1),
+    }[provider]
+    return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(softmax))
+
+
+report_long = bench_long_softmax.run()
+
+# %%
+
+report_long.plot()
+
+# %%
+
+report_long
+
+# %%
+# From left to right there are 512, 256, 64 and 32 rows, and one. The first two shapes have work for all
+# multiprocessors, and what can cost them time is a second reading. From the third on, one program for a row leaves more
+# than half of the GPU with nothing to do, where a version that cuts rows has work for all of it.
+
+# %%
 # What the compiler made of it
 # ----------------------------
 #
@@ -608,14 +723,15 @@ tg.codegen.listing(tg.softmax, x)
 # What we saw
 # -----------
 
-print(report.summary())
+for each in (report, report_short, report_long):
+    print(each.summary())
 
 # %%
-# Three regions, three reasons. Short rows are small matrices: the launch takes longer than the work, so this end says
-# more about launching than about softmax. From there on memory moves :math:`x` and the result and nothing else, as long
-# as a row fits into registers or shared memory, so the rate to compare with is that of a copy. Beyond that, a part of
-# the row is read twice. The unfused version can reach a quarter of the copy's rate at best, once its matrices outgrow
-# the L2 cache: this was clear before anything was measured.
+# With 4096 rows there are three regions, for three reasons. Short rows make small matrices: the launch takes longer
+# than the work, so this end says more about launching than about softmax. From there on memory moves :math:`x` and the
+# result and nothing else, as long as a row fits into registers or shared memory, so the rate to compare with is that of
+# a copy. Beyond that, a part of the row is read twice. The unfused version can reach a quarter of the copy's rate at
+# best, once its matrices outgrow the L2 cache: this was clear before anything was measured.
 #
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's
 # rate and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one, and at 65536

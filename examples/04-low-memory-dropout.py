@@ -411,7 +411,7 @@ ladder
 # further step has nothing to gain, and there we stop.
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
-# times, two of the last three once, and the library twice, because it draws its seed on the GPU when we give it none.
+# times, the second three times, and the last three once. The library's function also checks its arguments first.
 
 # %%
 # Is drawing as fast as reading?
@@ -470,6 +470,61 @@ report_fp16.plot()
 report_fp16
 
 # %%
+# Both passes, and what lies between them
+# ---------------------------------------
+#
+# A mask is written once and read once, and the forward pass shows only half of that. In a training step dropout reads
+# :math:`x` and writes :math:`\text{out}`, and later reads the incoming gradient and writes the outgoing one:
+# :math:`4s` bytes for each element, which we count for everyone. This time all providers have to remember what they
+# dropped. torch keeps a mask, `torch.compile` keeps one, too, and we keep a seed, for which we run the generator twice.
+
+s = 2
+for name, n_bytes in {"with a seed": 4 * s, "with a mask": 4 * s + 2}.items():
+    print(f"{name}: {n_bytes:2} bytes for each element of float16, at best {4 * s / n_bytes:4.0%} of a copy's rate")
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["n_elements"],
+        x_vals=[2**20, 2**24, 2**26, 2**28],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="elements",
+        ylabel="GB/s",
+        plot_name="dropout-fwd-bwd-fp16",
+        args={},
+    ),
+    title="Dropout with p = 0.5, forward and backward, float16",
+    limit="copy",
+)
+def bench_both_passes(n_elements, provider):
+    x = torch.randn(n_elements, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    dout = torch.randn_like(x)
+    torch_dropout = torch.nn.functional.dropout
+    compiled = torch.compile(torch_dropout, dynamic=False)
+    dropout = {"triton_gallery": tg.dropout, "torch": torch_dropout, "torch.compile": compiled}[provider]
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(dropout(x, 0.5), x, dout))
+    return tg.benchmark.gbps(4 * x.nbytes, times)
+
+
+report_both = bench_both_passes.run()
+
+# %%
+
+report_both.plot()
+
+# %%
+
+report_both
+
+# %%
+# The left end belongs to the host. It builds a graph for autograd, walks back through it and launches a kernel in each
+# direction, which takes as long for a million elements as for many. At the right end only bytes and instructions count,
+# as in the forward pass.
+
+# %%
 # Arithmetic that memory does not notice
 # --------------------------------------
 #
@@ -508,8 +563,8 @@ tg.codegen.listing(tg.dropout, torch.empty(2**20, dtype=torch.float16, device="m
 # What we saw
 # -----------
 
-print(report_fp32.summary())
-print(report_fp16.summary())
+for each in (report_fp32, report_fp16, report_both):
+    print(each.summary())
 
 # %%
 # In float32 a mask is one byte in nine, in float16 one in five, so storing none pays more the narrower the type is.

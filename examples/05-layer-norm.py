@@ -655,6 +655,113 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # Up to the slope is all that can be won, and the long rows are most of the way there. An operation more or less would
 # change nothing.
 #
+# Rows that the chip has no room for
+# ----------------------------------
+# Our curve of the forward pass ends where a row still stays on the chip from its first load to its last store. How does
+# it go on? In the next sweep all matrices have about the same size, 256 MiB, so a launch weighs next to nothing. Only
+# the rows grow from point to point, from 32 KiB to 512 KiB, and become fewer: 8192 of them at the left end, 512 at the
+# right.
+#
+# At some length a program has to let go of the row that it has read. Then it reads the row twice, once for the
+# statistics and once for the result, and what that costs is up to the L2 cache, which all rows under way share. As long
+# as it holds them, the second reading does not reach the memory, and two trips are still two. When they outgrow it,
+# there is a third trip, which leaves two thirds of a copy's rate. With two programs on each of 132 multiprocessors,
+# rows of 65536 numbers take 33 MiB together, rows of 131072 take 66 MiB, and an H200's L2 cache lies in between.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[16384, 24576, 32768, 49152, 65536, 131072, 262144],
+        x_log=True,
+        line_arg="provider",
+        line_vals=PROVIDERS,
+        line_names=PROVIDERS,
+        ylabel="GB/s",
+        xlabel="row length N",
+        plot_name="layer-norm-long-fp16",
+        args={"n_elements": 2**27},
+    ),
+    title="Layer norm, forward pass of long rows, float16",
+    limit="copy",
+)
+def bench_long_rows(n_elements, N, provider):
+    x = torch.randn(n_elements // N, N, device=DEVICE, dtype=torch.float16)
+    w, b = torch.randn(2, N, device=DEVICE, dtype=torch.float16)
+    fn = provided(provider)
+    return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(lambda: fn(x, w, b)))
+
+
+long_report = bench_long_rows.run()
+
+# %%
+
+long_report.plot()
+
+# %%
+
+long_report
+
+# %%
+# The bytes that are counted are the same at every point. What changes is where a row is when it is needed for the
+# second time. Two lengths are no powers of two, 24576 and 49152. They are multiples of 8192, though, so a kernel that
+# walks along a row block by block need not leave a lane empty there.
+
+# %%
+# The shapes of training
+# ----------------------
+# In training, a row is a token of the batch, and its length is the width of the model. Where the model is small, a
+# batch has tens of thousands of tokens. So we measure the backward pass once more, on the widths of transformers from
+# small to very large, and in bfloat16, in which most of them are trained. The last shape is for those who normalize
+# over several dimensions at once, such as the channels, height and width of an image.
+#
+# - 32768 × 768: four short rows share a tile. Since 768 is no power of two, a quarter of its lanes stays empty.
+# - 16384 × 4096: a row fills a tile, without a gap.
+# - 8192 × 5120: a row takes a block of 8192, and three eighths of that stay empty.
+# - 4096 × 12288: on Hopper, rows wait in shared memory, and a program has a multiprocessor to itself.
+# - 2048 × 65536: rows are cut into blocks of columns. That makes five trips, of which three are credited.
+#
+# The partial rows weigh the less the more rows a program adds up before it writes its own.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["M", "N"],
+        x_vals=[(32768, 768), (16384, 4096), (8192, 5120), (4096, 12288), (2048, 65536)],
+        line_arg="provider",
+        line_vals=PROVIDERS,
+        line_names=PROVIDERS,
+        ylabel="GB/s",
+        xlabel="rows × columns",
+        plot_name="layer-norm-bwd-shapes-bf16",
+        args={},
+    ),
+    title="Layer norm, backward pass, shapes of training, bfloat16",
+    limit="copy",
+)
+def bench_training_shapes(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    w, b = (torch.randn(N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    y, dy = provided(provider)(x, w, b), torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(y, (x, w, b), dy, retain_graph=True))
+    return tg.benchmark.gbps(3 * x.nbytes, times)
+
+
+shapes_report = bench_training_shapes.run()
+
+# %%
+
+shapes_report.plot()
+
+# %%
+
+shapes_report
+
+# %%
+# The smallest of these matrices has 48 MiB, six times as much as 1024 columns have in the chart above. The host takes
+# the same time as there to walk through autograd and to launch two kernels, so it weighs less here, and the kernel
+# more.
+#
 # The registers are the budget
 # ----------------------------
 # The whole design rests on rows and sums that stay in registers, so we ask the compiler how many it used. A thread has
@@ -681,8 +788,8 @@ tg.codegen.listing(tg.layer_norm, x_short, 1024, w_short, w_short)
 # Where the time goes
 # -------------------
 
-print(forward_report.summary())
-print(backward_report.summary())
+for each in (forward_report, long_report, backward_report, shapes_report):
+    print(each.summary())
 
 # %%
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the

@@ -121,6 +121,14 @@ def test_what_a_benchmark_has_not_measured_yet_is_no_mistake(folder, monkeypatch
         gallery.measured("softmax-fp4: torch at 1")
 
 
+def test_a_page_of_the_gallery_may_refer_to_what_nobody_has_run(folder, build, tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "EXAMPLES", tmp_path)
+    page = f"# It is :measured:`softmax-fp8: torch at 1`, or :measured:`{NAME}: torch at {X}`.\n"
+    (tmp_path / "index.py").write_text(page, encoding="utf-8")
+    text, warnings, _, _ = build("It is not yet measured.\n\n.. records::\n", "records")
+    assert not warnings and f"Numbers from the records of {NAME}: measured on NVIDIA H200, driver" in text
+
+
 def test_a_benchmark_of_the_guide_compares_variants_with_one_another(folder, build):
     record = made_up("NVIDIA H200") | {"benchmark": "guide-test", "title": "A study"}
     names = {"triton_gallery": "wide", "torch": "narrow"}

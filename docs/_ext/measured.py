@@ -175,7 +175,8 @@ def _names(app, docname: str, doctree) -> list[str]:
     text = (example if example.exists() else Path(app.env.doc2path(docname))).read_text(encoding="utf-8")
     names += measured_names(text) if example.exists() else []
     names += [path.stem for path in sorted(RECORDS.glob("*/*.json")) if f'"{path.stem}"' in text]
-    return list(dict.fromkeys(names))
+    # A page may refer to a benchmark that nobody has run.
+    return [name for name in dict.fromkeys(names) if gpus(name)]
 
 
 def _reference(docname: str, name: str) -> nodes.Node:
