@@ -358,8 +358,10 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 # %%
 # Blocks are powers of two and rows are not. A row of 8704 elements would take a block of 16384 and leave nearly half
 # of its registers empty, while a program with fewer registers has room for a neighbour on its multiprocessor, and two
-# programs have more loads under way than one. So the package holds a row of more than 2048 elements in two blocks,
-# here of 8192 and 1024, in `_layer_norm_fwd_two_blocks_kernel`. The arithmetic is the same.
+# programs have more loads under way than one. So the package holds a row of more than 2048 elements in several blocks,
+# here five of 2048, of which only the last has empty lanes (`_layer_norm_fwd_blocks_kernel`). It keeps them as they
+# came from memory and widens them anew for the mean, for the variance and for the result: a conversion costs an
+# instruction, of which there are plenty, and two float16 numbers share a register, of which there are not.
 #
 # A row of a million elements does not fit into the registers of one program. Then the statistics have to be collected
 # on the way, as in the two loops above, but without their flaw. Every lane follows Welford's recurrence over the
@@ -774,7 +776,7 @@ tg.codegen.inspect(
 )
 
 # %%
-# At this length the forward kernel is the one with two blocks, which hold a row. The backward kernel holds four
+# At this length the forward kernel is the one with blocks, eight of which hold a row. The backward kernel holds four
 # tiles, `x`, `dy` and the sums for `dw` and `db`, and uses the registers to match. On NVIDIA's GPUs it has shared
 # memory as well: that is where the loads of later tiles wait, which the pipelined loop started ahead of time.
 #

@@ -26,6 +26,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "_FWD_MAX_BYTES", 256)
     monkeypatch.setattr(module, "_FWD_TILE", 32)
     monkeypatch.setattr(module, "_FWD_LONG_TILE", 16)
+    monkeypatch.setattr(module, "_fwd_block", lambda *_: (16, 4))
     monkeypatch.setattr(module, "_BWD_TILE", 32)
     monkeypatch.setattr(module, "_DWDB_COLS", 4)
 
@@ -144,6 +145,17 @@ def test_long_rows_match_torch_with_the_shipped_blocks(n_cols, device, monkeypat
     monkeypatch.setattr(module, "_DWDB_COLS", 64)  # few programs for the interpreter
     x = torch.randn(2, n_cols, device=device)
     check("layer_norm", x, (n_cols,), make_params("layer_norm", (n_cols,), x.dtype, device))
+
+
+@pytest.mark.gpu
+@NORMS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "n_cols", [2049, 2064, 8193, 12_287, 12_304, 14_336, 24_575, 24_576, 24_577, 32_768, 49_152, 49_168]
+)
+def test_rows_in_registers_and_longer_match_torch(norm, dtype, n_cols, device):
+    x = torch.randn(40, n_cols + 8, device=device).add(3).to(dtype)[:, :-8]
+    check(norm, x, (n_cols,), make_params(norm, (n_cols,), dtype, device))
 
 
 @pytest.mark.gpu

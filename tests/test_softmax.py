@@ -145,6 +145,40 @@ def test_the_last_row_ends_with_the_memory(op, n_rows, device):
     check(op, torch.randn(n_rows, 20_007, device=device).mul(3).half()[:, :-6])
 
 
+@OPS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_few_long_rows_are_cut_into_parts(op, dtype, device, monkeypatch):
+    monkeypatch.setattr(module, "_MIN_PARTS_BYTES", 500 * dtype.itemsize)
+    monkeypatch.setattr(module, "_ONLINE_BLOCK_BYTES", 64 * dtype.itemsize)
+    launched = []
+    run_kernel = module.launch
+
+    def recording_launch(kernel, *args, **meta):
+        launched.append(kernel)
+        run_kernel(kernel, *args, **meta)
+
+    monkeypatch.setattr(module, "launch", recording_launch)
+    for n_rows, n_cols in ((1, 500), (2, 512), (1, 5003), (2, 577)):
+        x = torch.randn(n_rows, n_cols + 3, device=device).mul(3).to(dtype)[:, 1:-2]
+        x[0, :200] = -INF  # parts with nothing in them
+        check(op, x)
+        assert module._softmax_parts_fwd_kernel in launched
+        x[0] = -INF
+        x[-1, -1] = NAN
+        torch.testing.assert_close(ours(op, x), torchs(op, x), equal_nan=True)
+        launched.clear()
+    ours(op, torch.randn(200, 512, device=device).to(dtype))
+    assert module._softmax_parts_fwd_kernel not in launched
+
+
+@pytest.mark.gpu
+@OPS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_few_long_rows_of_a_vocabulary(op, dtype, device):
+    for n_rows, n_cols in ((1, 128_256), (7, 151_937), (66, 131_072), (1, 20_000_001)):
+        check(op, torch.randn(n_rows, n_cols, device=device).mul(3).to(dtype))
+
+
 @pytest.mark.parametrize("n_cols", [70_003, pytest.param(3_000_003, marks=pytest.mark.gpu)])
 def test_log_softmax_of_a_long_row(n_cols, device):
     check("log_softmax", torch.randn(1, n_cols, device=device))

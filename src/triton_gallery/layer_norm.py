@@ -27,9 +27,10 @@ from ._launch import (
     scratch,
 )
 
-# Rows of up to this many bytes, in the dtype computed in, stay in the registers of one program; the forward pass reads
-# longer ones twice.
-_FWD_MAX_BYTES = 65536
+# Rows of up to this many bytes stay in the registers of one program, and those of which each number takes a load of its
+# own up to this many elements; the forward pass reads longer ones twice.
+_FWD_MAX_BYTES = 98304
+_FWD_MAX_ODD = 24576
 # About this many elements at a time keep one program busy: short rows share a program, long rows are cut.
 _FWD_TILE = 2048
 _FWD_LONG_TILE = 4096
@@ -93,7 +94,7 @@ def _store_affine(x_hat, weight_ptr, bias_ptr, y_ptrs, cols, mask):
 
 
 @triton.jit
-def _layer_norm_fwd_two_blocks_kernel(
+def _layer_norm_fwd_blocks_kernel(
     x_ptr,  # (n_rows, n_cols)
     weight_ptr,  # (n_cols,) or None
     bias_ptr,  # (n_cols,) or None
@@ -103,32 +104,44 @@ def _layer_norm_fwd_two_blocks_kernel(
     n_cols,
     x_row_stride,
     eps: tl.float64,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
+    N_BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Program i owns row i, in two blocks: a power of two of columns, and the rest.
+    """Program i owns row i, in blocks of columns that are all full but the last.
 
     One block would have to be the next power of two, and up to half of its registers would hold nothing.
     """
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    head_cols = tl.arange(0, HEAD)
-    tail_cols = HEAD + tl.arange(0, TAIL)
-    tail_mask = tail_cols < n_cols
+    lanes = tl.arange(0, BLOCK_N)
     x_row_ptr = x_ptr + row * x_row_stride
-    head = tl.load(x_row_ptr + head_cols).to(COMPUTE_DTYPE)
-    tail = tl.load(x_row_ptr + tail_cols, mask=tail_mask, other=0.0).to(COMPUTE_DTYPE)
-    if mean_ptr is not None:
-        mean = (tl.sum(head, axis=0) + tl.sum(tail, axis=0)) / n_cols
-        tl.store(mean_ptr + row, mean)
-        head -= mean
-        tail = tl.where(tail_mask, tail - mean, 0.0)
-    var = (tl.sum(head * head, axis=0) + tl.sum(tail * tail, axis=0)) / n_cols
-    rstd = tl.rsqrt(var + tl.full((), eps, COMPUTE_DTYPE))
-    tl.store(rstd_ptr + row, rstd)
     y_row_ptr = y_ptr + row * n_cols
-    _store_affine(head * rstd, weight_ptr, bias_ptr, y_row_ptr + head_cols, head_cols, None)
-    _store_affine(tail * rstd, weight_ptr, bias_ptr, y_row_ptr + tail_cols, tail_cols, tail_mask)
+    # The blocks wait as they were loaded: a 16-bit number takes half of a register.
+    blocks = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_N + lanes
+        mask = cols < n_cols if k == N_BLOCKS - 1 else None
+        blocks += (tl.load(x_row_ptr + cols, mask=mask, other=None if mask is None else 0.0),)
+    mean = tl.zeros((), COMPUTE_DTYPE)
+    if mean_ptr is not None:
+        total = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+        for k in tl.static_range(N_BLOCKS):
+            total += blocks[k].to(COMPUTE_DTYPE)
+        mean = tl.sum(total, axis=0) / n_cols
+        tl.store(mean_ptr + row, mean)
+    m2 = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+    for k in tl.static_range(N_BLOCKS):
+        x = blocks[k].to(COMPUTE_DTYPE) - mean
+        if k == N_BLOCKS - 1:
+            x = tl.where(k * BLOCK_N + lanes < n_cols, x, 0.0)
+        m2 += x * x
+    rstd = tl.rsqrt(tl.sum(m2, axis=0) / n_cols + tl.full((), eps, COMPUTE_DTYPE))
+    tl.store(rstd_ptr + row, rstd)
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_N + lanes
+        mask = cols < n_cols if k == N_BLOCKS - 1 else None
+        x = blocks[k].to(COMPUTE_DTYPE) - mean
+        _store_affine(x * rstd, weight_ptr, bias_ptr, y_row_ptr + cols, cols, mask)
 
 
 @triton.jit
@@ -323,6 +336,17 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _fwd_block(n_cols: int, vectorized: bool) -> tuple[int, int]:
+    """(columns of a block, warps) for a row in registers: measured on an H200."""
+    if not vectorized:
+        return (1024, 8) if n_cols <= 12288 else (2048, 16)
+    if n_cols <= 8192:
+        return 1024, 4
+    if n_cols <= 24576:
+        return 2048, 8
+    return (4096 if n_cols <= 32768 else 8192), 16
+
+
 def _bwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int, int]:
     """(rows, columns, warps, programs per multiprocessor) of a program in the backward pass."""
     tile = _BWD_TILE // 4 if x.dtype == torch.float64 else _BWD_TILE
@@ -383,24 +407,21 @@ def _layer_norm_fwd(
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     arguments = rows, weight, bias, y, mean if subtract_mean else None, rstd
-    # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
-    spread = 1 if n_cols % 16 == 0 else 2
+    vectorized = n_cols % 16 == 0
     if n_cols <= _FWD_TILE:
         block_n = next_power_of_2(n_cols)
         block_m = _FWD_TILE // block_n
-        num_warps = 4 if x.dtype == torch.float64 else max(1, block_n // 512) * spread
+        # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
+        num_warps = 4 if x.dtype == torch.float64 else max(1, block_n // 512) * (1 if vectorized else 2)
         launch(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
-    elif n_cols * rstd.element_size() <= _FWD_MAX_BYTES:
-        head = next_power_of_2(n_cols) // 2
-        # No smaller than an eighth: then few kernels are compiled.
-        tail = max(next_power_of_2(n_cols - head), head // 8)
-        num_warps = (4 if head + tail <= 8192 else 8) * spread
+    elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_ODD):
+        block_n, num_warps = _fwd_block(n_cols, vectorized and x.dtype != torch.float64)
         launch(
-            _layer_norm_fwd_two_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
-            HEAD=head, TAIL=tail, num_warps=num_warps,
+            _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
+            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
     else:
         block_n = (1 if n_cols <= 32768 else 2) * _FWD_LONG_TILE * 2 // x.element_size()
@@ -664,9 +685,10 @@ def layer_norm(
     Notes:
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
-        costs no accuracy. Rows of any length work: up to 16384 elements (8192 in float64) stay in registers, longer
-        ones are read twice. The gradients are deterministic: the same inputs on the same GPU give the same bits. Second
-        derivatives are supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
+        costs no accuracy. Rows of any length work: up to 96 KiB of a row stay in registers (but no more than 24576
+        elements, unless their number is a multiple of 16), longer ones are read twice. The gradients are deterministic:
+        the same inputs on the same GPU give the same bits. Second derivatives are supported by autograd, through torch
+        operations, and not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery

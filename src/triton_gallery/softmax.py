@@ -19,6 +19,7 @@ from ._launch import (
     num_multiprocessors,
     operator,
     replayed,
+    scratch,
 )
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -28,6 +29,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, tor
 _MAX_ROW_BYTES = 128 * 1024
 # How much of a longer row one step of an online kernel reads: 16 bytes for each thread of 16 warps.
 _ONLINE_BLOCK_BYTES = 8 * 1024
+# Where there are fewer rows than multiprocessors, rows of at least this much are cut into parts.
+_MIN_PARTS_BYTES = 128 * 1024
 # The second walk over a row should find it in the L2 cache, so all rows in flight together stay below this.
 _L2_BYTES = 36 * 1024 * 1024
 
@@ -131,6 +134,64 @@ def _softmax_online_fwd_kernel(
             out = _normalize(x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE), row_max, row_sum, IS_LOG)
             tl.store(out_ptrs + start, out.to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
         row += tl.num_programs(0)
+
+
+@triton.jit
+def _softmax_parts_stats_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    out_ptr,  # (n_rows, n_cols), for its dtype alone
+    part_max_ptr,  # (n_rows, n_parts)
+    part_sum_ptr,  # (n_rows, n_parts)
+    n_cols,
+    part_cols,  # a multiple of BLOCK_COLS
+    x_row_stride,
+    BLOCK_COLS: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program (j, i) owns part j of row i: its maximum, and its sum of exp(x - maximum)."""
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    cols = part * part_cols + tl.arange(0, BLOCK_COLS)
+    x_row_ptr = x_ptr + row * x_row_stride
+    m, s = _online_start((BLOCK_COLS,), STATS_DTYPE)
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=4):
+        mask = start + cols < n_cols
+        x = tl.load(x_row_ptr + start + cols, mask=mask, other=-float("inf"), eviction_policy="evict_last")
+        m, s = _online_update(m, s, x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE))
+    part_max, part_sum = _online_finish(m, s)
+    offsets = row * tl.num_programs(0) + part + tl.arange(0, 1)
+    tl.store(part_max_ptr + offsets, part_max)
+    tl.store(part_sum_ptr + offsets, part_sum)
+
+
+@triton.jit
+def _softmax_parts_fwd_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    out_ptr,  # (n_rows, n_cols), contiguous
+    part_max_ptr,  # (n_rows, n_parts)
+    part_sum_ptr,  # (n_rows, n_parts)
+    n_cols,
+    part_cols,  # a multiple of BLOCK_COLS
+    x_row_stride,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program (j, i) writes part j of row i, by the statistics of all parts of the row."""
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    n_parts = tl.num_programs(0)
+    parts = tl.arange(0, MAX_PARTS)
+    m, s = _online_start((MAX_PARTS,), STATS_DTYPE)
+    m = tl.load(part_max_ptr + row * n_parts + parts, mask=parts < n_parts, other=m)
+    s = tl.load(part_sum_ptr + row * n_parts + parts, mask=parts < n_parts, other=s)
+    row_max, row_sum = _online_finish(m, s)
+    cols = part * part_cols + tl.arange(0, BLOCK_COLS)
+    x_row_ptr = x_ptr + row * x_row_stride
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=4):
+        mask = start + cols < n_cols
+        x = tl.load(x_row_ptr + start + cols, mask=mask, other=-float("inf"), eviction_policy="evict_first")
+        out = _normalize(x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE), row_max, row_sum, IS_LOG)
+        tl.store(out_ptr + row * n_cols + start + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -323,6 +384,10 @@ def _launch_rows(
         )  # fmt: skip
         return
 
+    if len(inputs) == 1 and _has_parts(*inputs, n_rows, n_cols):
+        _launch_parts(*inputs, out, n_rows, n_cols, row_strides[0][0], meta)
+        return
+
     if len(inputs) == 1 and is_hopper(out.device):
         resident = hopper.load("softmax")
         n_first = resident.supported_rows(*inputs, n_rows, n_cols, row_strides[0][0]) if resident is not None else 0
@@ -350,6 +415,25 @@ def _launch_rows(
     grid = (min(n_rows, rows_per_processor * n_processors),)
     block_cols = _ONLINE_BLOCK_BYTES // inputs[0].element_size()
     launch(online, grid, *args, BLOCK_COLS=block_cols, num_warps=16, **meta)
+
+
+def _has_parts(x: torch.Tensor, n_rows: int, n_cols: int) -> bool:
+    """Whether a program for each row would leave multiprocessors idle for longer than a second launch takes."""
+    return n_cols * x.element_size() >= _MIN_PARTS_BYTES and 2 * n_rows <= num_multiprocessors(x.device)
+
+
+def _launch_parts(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, meta: dict) -> None:
+    """Cut each row into parts, one for each program: first for their statistics, then for the result."""
+    block_cols = _ONLINE_BLOCK_BYTES // x.element_size()
+    max_parts = 2 * num_multiprocessors(x.device)
+    part_cols = cdiv(cdiv(n_cols, max_parts // n_rows), block_cols) * block_cols
+    n_parts = cdiv(n_cols, part_cols)
+    stats_dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+    part_max, part_sum = (scratch((n_rows, n_parts), stats_dtype, x.device) for _ in range(2))
+    args = x, out, part_max, part_sum, n_cols, part_cols, row_stride
+    grid, options = (n_parts, n_rows), {"BLOCK_COLS": block_cols, "num_warps": 16}
+    launch(_softmax_parts_stats_kernel, grid, *args, **options, STATS_DTYPE=meta["STATS_DTYPE"])
+    launch(_softmax_parts_fwd_kernel, grid, *args, MAX_PARTS=next_power_of_2(max_parts), **options, **meta)
 
 
 def _row(x: torch.Tensor, i: int, n_cols: int, row_stride: int) -> torch.Tensor:
