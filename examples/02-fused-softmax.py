@@ -614,7 +614,8 @@ report_short
 # the GPU takes, and not by anything in the kernel.
 
 # %%
-# At the other end rows are long, or few, or both, and there the plan of one program for a row meets two limits:
+# At the other end rows are long, or few, or both, as the logits that a language model writes for the next word of each
+# of a handful of users. There the plan of one program for a row meets two limits:
 #
 # - *Fewer rows than multiprocessors.* An H200 has 132 multiprocessors. 64 rows keep 64 of them busy, and a single row
 #   one. Those that work have the memory to themselves, but each can have only so many bytes on their way at a time.
@@ -623,11 +624,17 @@ report_short
 #   rows under way share the L2 cache; 64 rows of 2 MiB are too much for it, and most of the second reading is a third
 #   trip to memory.
 #
-# There is a way around the first limit: cut a row into parts, each with a program of its own, and join their maxima and
-# sums, by the formula with which `_online_finish` joins lanes. Then even a single row keeps the GPU busy. The price is
-# one more launch or two, for no part can be written before all have been read, and a second reading of every row.
-# `torch.compile` cuts rows where there are few of them. The library does not, because a handful of rows of a million
-# numbers is rare, and so there are shapes at which we expect to lose.
+# The way around the first limit is to cut a row into parts, each with a program of its own. A first kernel takes the
+# maximum and the sum of each part, the second joins them, by the formula with which `_online_finish` joins lanes, and
+# writes the result. So even a single row keeps the GPU busy. The price is a second launch, for no part can be written
+# before all have been read, and a second reading of the row. The library does it with rows of 128 KiB and more where
+# there are at most half as many as multiprocessors:
+
+# quote: triton_gallery.softmax._softmax_parts_stats_kernel
+# quote: triton_gallery.softmax._softmax_parts_fwd_kernel
+
+# %%
+# Now the sweep. The third shape has 64 rows, the last a single one.
 
 
 @tg.benchmark.perf_report(
@@ -667,9 +674,8 @@ report_long.plot()
 report_long
 
 # %%
-# From left to right there are 512, 256, 64 and 32 rows, and one. The first two shapes have work for all
-# multiprocessors, and what can cost them time is a second reading. From the third on, one program for a row leaves more
-# than half of the GPU with nothing to do, where a version that cuts rows has work for all of it.
+# The first two shapes have rows for all multiprocessors, and what can cost them time is a second reading. From the
+# third on rows are cut.
 
 # %%
 # What the compiler made of it

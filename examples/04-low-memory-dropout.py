@@ -520,9 +520,8 @@ report_both.plot()
 report_both
 
 # %%
-# The left end belongs to the host. It builds a graph for autograd, walks back through it and launches a kernel in each
-# direction, which takes as long for a million elements as for many. At the right end only bytes and instructions count,
-# as in the forward pass.
+# At the left end starting a kernel in each direction takes as long as what the kernels do. At the right end only bytes
+# and instructions count, as in the forward pass.
 
 # %%
 # Arithmetic that memory does not notice

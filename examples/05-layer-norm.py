@@ -760,10 +760,6 @@ shapes_report.plot()
 shapes_report
 
 # %%
-# The smallest of these matrices has 48 MiB, six times as much as 1024 columns have in the chart above. The host takes
-# the same time as there to walk through autograd and to launch two kernels, so it weighs less here, and the kernel
-# more.
-#
 # The registers are the budget
 # ----------------------------
 # The whole design rests on rows and sums that stay in registers, so we ask the compiler how many it used. A thread has
@@ -810,14 +806,14 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # - backward :measured:`layer-norm-bwd-fp16: triton_gallery / limit at 8192` and
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192`
 #
-# Backward, we lose where rows are short: the GPU has finished long before the host has walked through autograd,
-# allocated five tensors and launched two kernels, in Python, where torch does all of it in C++.
+# All of this is the GPU's time. A backward pass also takes the host tens of microseconds, ours more than torch's: it
+# walks through autograd, allocates five tensors and launches two kernels, in Python, where torch does all of it in C++.
+# Where rows are short and few, the GPU waits for that.
 #
-# The forward pass loses to `torch.compile` at 14336 columns, where it runs at
+# The strongest forward pass beside ours is that of `torch.compile` at lengths such as 14336, where ours runs at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` makes a kernel
-# for this one length, and finds out that seven blocks of 2048 fill a row: its loops need no mask. Ours serves every
-# length with one kernel. Where no such block fits, at 13824 columns, say, it is our rate that is higher,
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` of the other.
+# for each length, and finds out that seven blocks of 2048 fill this one: its loops need no mask. Where no such block
+# fits, at 13824 columns, say, ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`.
 #
 # A large mean breaks the short formula
 # -------------------------------------
