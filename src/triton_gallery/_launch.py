@@ -324,7 +324,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
             return
         compiled = kernel[grid](*args, **meta)
         if key is not None:
-            constants = tuple(_constants(kernel, len(args), meta))
+            parameters = list(kernel.signature.parameters.values())[len(args) :]
+            constants = tuple(meta.get(parameter.name, parameter.default) for parameter in parameters)
             _handles[key] = (compiled.run, compiled.function, compiled.packed_metadata, constants, device.index)
 
 
@@ -357,12 +358,6 @@ def _int_kind(value: int) -> int:
     """Triton compiles a kernel of its own for the number 1, for multiples of 16, and for what needs 64 bits."""
     kind = 1 if value == 1 else 2 if value & 15 == 0 else 3
     return kind if -(2**31) <= value < 2**31 else -kind
-
-
-def _constants(kernel, n_args: int, meta: dict) -> Iterator:
-    """The values of the parameters behind the first `n_args`, in the kernel's order."""
-    for parameter in list(kernel.signature.parameters.values())[n_args:]:
-        yield meta.get(parameter.name, parameter.default)
 
 
 # --- replays ----------------------------------------------------------------------------------------------------------
