@@ -11,6 +11,7 @@ import torch
 import triton
 
 import triton_gallery as tg
+from triton_gallery import _launch
 from triton_gallery._launch import forget_replays
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
@@ -77,7 +78,8 @@ CALLS = [
 attention_module = importlib.import_module("triton_gallery.attention")
 empty_as = attention_module._empty_as
 attention_module._empty_as = lambda *args: empty_as(*args).zero_()
-empty_strided = torch.empty_strided  # of calls that are replayed
+_launch._empty_strided = None  # calls that are replayed take the function below instead
+empty_strided = torch.empty_strided
 torch.empty_strided = lambda *args, **kwargs: empty_strided(*args, **kwargs).zero_()
 
 

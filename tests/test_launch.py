@@ -1,11 +1,13 @@
 import threading
+from types import BuiltinFunctionType
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import triton_gallery as tg
 from triton_gallery import _launch
-from triton_gallery._launch import _is_dense, _Replay, forget_replays
+from triton_gallery._launch import _allocation, _innermost, _is_dense, _kind, _Replay, _Tape, forget_replays
 
 ROWS, COLS = 24, 64
 CALLS = {
@@ -36,7 +38,7 @@ def replays(monkeypatch):
     """The replays that ran, one entry each."""
     ran = []
     run = _Replay.__call__
-    monkeypatch.setattr(_Replay, "__call__", lambda self, tensors: ran.append(self) or run(self, tensors))
+    monkeypatch.setattr(_Replay, "__call__", lambda self, addresses: ran.append(self) or run(self, addresses))
     return ran
 
 
@@ -50,10 +52,16 @@ def assert_same(ours, expected):
         assert torch.equal(x, y)
 
 
+# With what fills memory before it is used, and with what does not: outputs are allocated in two ways.
+both_modes = pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "not deterministic"])
+
+
 @pytest.mark.gpu
+@both_modes
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_replay_computes_what_the_call_does(name, dtype, device, replays):
+def test_a_replay_computes_what_the_call_does(name, dtype, deterministic, device, replays):
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     call = CALLS[name]
     for x, y in [inputs(device, dtype) for _ in range(3)]:
         # Once from the beginning, then on other numbers as often as it takes to be sure of replays.
@@ -144,7 +152,9 @@ def test_gradients_and_autocast_after_replays(device):
 
 
 @pytest.mark.gpu
-def test_replays_in_a_graph_and_on_another_stream(device):
+@both_modes
+def test_replays_in_a_graph_and_on_another_stream(deterministic, device):
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     x, y = inputs(device)
     w = torch.ones(COLS, device=device).half()
 
@@ -216,3 +226,169 @@ def test_dense_tensors():
     x = torch.empty(4, 6)
     assert all(map(_is_dense, (x, x.t(), x.view(2, 2, 6), x[:0], x[1:2], torch.empty(()))))
     assert not any(map(_is_dense, (x[:, :5], x[::2], x[:1].expand(4, 6))))
+
+
+# --- the pieces of a replay, which need no GPU ------------------------------------------------------------------------
+
+
+def kind(*args):
+    return _kind(args, [])
+
+
+def test_what_is_another_call_has_another_kind():
+    x, y, flat = torch.randn(4, 6), torch.randn(4, 6), torch.randn(25)
+    different = [
+        (x, x), (x, y), (x, y.half()), (x[:, :5], y), (x.view(6, 4), y), (x.t(), y), (flat[:24], x), (flat[1:], x),
+        (x, x, y), (x, y, x), (x, y, y), (x, y, 1), (x, y, 1.0), (x, y, True), (x, y, None), (x, 1, y),
+    ]  # fmt: skip
+    assert len({kind(*args) for args in different}) == len(different)
+    assert kind(x, y, [1, 2]) == kind(y, x, [1, 2]) != kind(x, y, (1, 2))
+    before = torch.get_float32_matmul_precision()
+    kinds = {kind(x)}
+    try:
+        torch.use_deterministic_algorithms(False)
+        kinds.add(kind(x))
+        torch.set_float32_matmul_precision("high")
+        kinds.add(kind(x))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(kinds) == 3
+
+
+def test_a_kind_comes_with_the_addresses():
+    x, addresses = torch.randn(4, 6), []
+    _kind((x, 3, x[1:], torch.empty(0)), addresses)
+    assert addresses == [x.data_ptr(), x.data_ptr() + 24, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch._neg_view(torch.ones(3)),
+        lambda: torch._efficientzerotensor((3,)),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.ones(3, requires_grad=True),
+        lambda: torch.ones(3).as_subclass(type("Other", (torch.Tensor,), {})),
+    ],
+    ids=["negated", "zeros", "sparse", "csr", "nested", "meta", "with a gradient", "subclass"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_what_has_no_plain_memory_has_no_kind(make):
+    assert kind(torch.ones(3)) is not None
+    assert kind(torch.ones(3), make()) is None
+
+
+def test_a_tensor_with_a_gradient_has_a_kind_where_none_is_recorded():
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        assert kind(x) == kind(x.detach())
+
+
+def test_outputs_are_allocated_as_torch_would(monkeypatch):
+    monkeypatch.setattr(_launch, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    x = torch.empty(4, 6, dtype=torch.float16).t()
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        made = _allocation(x)()
+        assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+    assert made.isnan().all(), "memory that torch would have filled"
+    with torch.inference_mode():
+        assert _allocation(x)().is_inference()
+
+
+class Launcher:
+    """Stands for Triton's: adds what it knows of the kernel, and ends in `launch`."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, launch):
+        self.launch = launch
+        self.calls = []
+
+    def __call__(self, *args):
+        self.calls.append(args)
+        self.launch(*args[:5], "of the kernel", *args[5:])
+
+
+def test_the_way_to_the_driver_is_walked_once():
+    run = Launcher(print)
+    assert _innermost(run, [1, 2, 3]) == (print, (1, 2, 3, "of the kernel"))
+    # The closure that encodes descriptors, whatever Triton's version calls the rest of it.
+    launcher = print
+
+    def encode(*args):
+        launcher(*args, "encoded")
+
+    assert _innermost(Launcher(encode), [1, 2, 3]) == (print, (1, 2, 3, "of the kernel", "encoded"))
+
+
+@pytest.mark.parametrize("change", [{"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"gsan_enabled": True}])
+def test_a_launcher_that_does_more_is_called_itself(change):
+    run = Launcher(print)
+    vars(run).update(change)
+    assert _innermost(run, [1]) == (run, [1])
+    assert _innermost(print, [1]) == (print, [1])
+    # Nor is it known what other functions do.
+    launcher = Launcher(print)
+    for launch in (lambda *args: None, lambda *args: launcher(*args)):
+        run = Launcher(launch)
+        assert _innermost(run, [1]) == (run, [1])
+
+
+def test_a_replay_launches_on_the_addresses_of_the_call(monkeypatch):
+    device, stream, launched = -1, [7], []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
+    monkeypatch.setattr(_launch, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    run = Launcher(lambda *args: launched.append(args))
+    monkeypatch.setitem(_launch._handles, "kernel", (run, "function", "metadata", ("constant",), device))
+    tape, x, y, out = _Tape(), torch.randn(4, 6), torch.randn(0), torch.empty(4, 6)
+    tape.tables.append(torch.arange(3))
+    tape.scratch.append(torch.empty(5))
+    described = TensorDescriptor(torch.randn(4, 16), [4, 16], [16, 1], [4, 16])
+    arguments = x, 24, out, None, (1, 2), tape.scratch[0], tape.tables[0], described
+    tape.launches.append(("kernel", (3,), arguments))
+    replay = _Replay.of(tape, [described.base, x, y], out)
+
+    kept = []
+    for new_stream, new_x in ((7, x), (7, torch.randn(4, 6)), (8, x), (7, x)):
+        stream[0] = new_stream
+        kept.append(replay([described.base.data_ptr(), new_x.data_ptr(), 0]))
+        *beginning, _, _, _, _, _, x_at, n, out_at, nothing, pair, scratch_at, table_at, made, constant = launched[-1]
+        assert beginning == [3, 1, 1, new_stream, "function"]
+        assert (x_at, n, out_at, nothing, pair) == (new_x.data_ptr(), 24, kept[-1].data_ptr(), None, (1, 2))
+        assert table_at == tape.tables[0].data_ptr() and constant == "constant"
+        assert scratch_at not in (0, x_at, out_at, tape.scratch[0].data_ptr())
+        assert made.base.data_ptr() == described.base.data_ptr() and made.shape == described.shape
+    assert len({t.data_ptr() for t in kept}) == 4
+
+    # A tensor that is none of the call's cannot be found at the next one.
+    tape.launches.append(("kernel", (3,), (torch.randn(4),)))
+    assert _Replay.of(tape, [described.base, x, y], out) is None
+
+
+@pytest.mark.gpu
+def test_known_addresses_go_straight_to_the_driver(device):
+    x, y = inputs(device)
+    q = torch.randn(1, 2, 256, 64, device=device).half()
+    for call in (lambda: tg.add(x, y), lambda: tg.layer_norm(x, (COLS,), y[0]), lambda: tg.attention(q, q, q)):
+        forget_replays()
+        for _ in range(6):
+            call()
+        (replay,) = (r for replays in _launch._replay_caches for r in replays.values() if r is not None)
+        launches = [launch for calls in replay.prepared.values() if calls for launch in calls]
+        # The fallback is right but slow: a Triton that takes it is one that `_innermost` does not know.
+        assert launches and all(isinstance(function, BuiltinFunctionType) for function, _ in launches)
+
+
+@pytest.mark.gpu
+def test_other_addresses_are_other_launches(device, monkeypatch):
+    monkeypatch.setattr(_launch, "_MAX_PREPARED", 5)
+    tensors = [torch.randn(1, 2, 128, 64, device=device).half() for _ in range(9)]
+    expected = [tg.attention(q, q, q).clone() for q in tensors]
+    for _ in range(4):
+        for q, out in zip(tensors, expected, strict=True):
+            assert torch.equal(tg.attention(q, q, q), out)

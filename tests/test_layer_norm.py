@@ -466,6 +466,15 @@ def test_layer_norm_second_derivative_in_16_bits(device):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_gradients_of_weight_and_bias_have_their_shape(shape, device):
+    x, w, b = torch.randn(4, *shape, device=device), *torch.randn(2, *shape, device=device).requires_grad_()
+    dw, db = torch.autograd.grad(tg.layer_norm(x, shape, w, b).sum(), (w, b))
+    assert dw.shape == db.shape == shape
+    # Where the kernel's output has it, too, no view of it is made.
+    assert dw._is_view() == db._is_view() == (len(shape) > 1)
+
+
 @NORMS
 @pytest.mark.parametrize("n_cols", [24, 77, 8208], ids=["short", "long", "in shared memory"])
 def test_gradients_repeat_bit_for_bit(norm, n_cols, device, request):

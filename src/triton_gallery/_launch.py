@@ -9,6 +9,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import BuiltinFunctionType, CellType, FunctionType
 
 import numpy as np
 import torch
@@ -40,14 +41,15 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
         raise TypeError(f"{op}: {name} must not be a nested tensor; call .to_padded_tensor() or .unbind() first")
     if x.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}; call .to_dense() first")
-    if x.device.type == "cpu" and not INTERPRET:
+    device = x.device.type
+    if device == "cpu" and not INTERPRET:
         raise ValueError(
             f"{op}: {name} must be on a GPU, got device cpu; move it there, or set TRITON_INTERPRET=1 before importing "
             "triton to run on CPU tensors in the interpreter"
         )
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(f"{op}: forward-mode differentiation is not supported; use reverse mode (backward)")
-    if x.device.type == "meta" and _compiled is None and not is_tracing():
+    if device == "meta" and _compiled is None and not is_tracing():
         raise ValueError(f"{op}: {name} must hold data, got a meta tensor")
 
 
@@ -135,22 +137,18 @@ def operator(fake: Callable, replay: bool = True, vmap: Callable | None = None) 
         registered.register_fake(fake)
         overload = getattr(torch.ops.triton_gallery, name).default
 
-        def launch_or_dispatch(*args):
-            is_plain = all(_is_plain(arg) for arg in args if isinstance(arg, torch.Tensor))
-            return launcher(*args) if is_plain and not is_tracing() else overload(*args)
-
-        eager = replayed(launch_or_dispatch) if replay else launch_or_dispatch
-
         @functools.wraps(launcher)
-        def call(*args):
+        def launch_or_dispatch(*args):
             # What is compiled finds the rule of a vmap at the operator, which then takes itself out of the way.
             if torch.compiler.is_compiling() or _dispatch_key_is_excluded(_VMAP):
                 return overload(*args)
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             # The rule of a vmap calls with tensors that autograd, around it, has to follow.
-            if is_transformed() or needs_autograd(*(arg for arg in args if isinstance(arg, torch.Tensor))):
+            if is_transformed() or needs_autograd(*tensors):
                 return call.transformed.apply(*args)
-            return eager(*args)
+            return launcher(*args) if all(map(_is_plain, tensors)) and not is_tracing() else overload(*args)
 
+        call = replayed(launch_or_dispatch) if replay else launch_or_dispatch
         rule = vmap or functools.partial(one_by_one, call)
         registered.register_vmap(rule)
         call.registered, call.transformed = registered, _transformed(call, rule)
@@ -306,8 +304,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
     """
     key = _fast_key(kernel, args, meta)
     handle = _handles.get(key) if key is not None else None
-    tape = getattr(_recording, "tape", None)
-    if tape is not None:
+    if (tape := _recording.tape) is not None:
         tape.launches.append((key, grid, args))
     if handle is not None and not (_HOOKS[0].calls or _HOOKS[1].calls):
         run, function, metadata, constants, device = handle
@@ -327,7 +324,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
             return
         compiled = kernel[grid](*args, **meta)
         if key is not None:
-            constants = tuple(_constants(kernel, len(args), meta))
+            parameters = list(kernel.signature.parameters.values())[len(args) :]
+            constants = tuple(meta.get(parameter.name, parameter.default) for parameter in parameters)
             _handles[key] = (compiled.run, compiled.function, compiled.packed_metadata, constants, device.index)
 
 
@@ -362,16 +360,13 @@ def _int_kind(value: int) -> int:
     return kind if -(2**31) <= value < 2**31 else -kind
 
 
-def _constants(kernel, n_args: int, meta: dict) -> Iterator:
-    """The values of the parameters behind the first `n_args`, in the kernel's order."""
-    for parameter in list(kernel.signature.parameters.values())[n_args:]:
-        yield meta.get(parameter.name, parameter.default)
-
-
 # --- replays ----------------------------------------------------------------------------------------------------------
 
-_recording = threading.local()  # `tape`, a _Tape, while a call is recorded
 _MAX_REPLAYS = 4096
+# For how many lists of addresses a replay keeps what it hands to the driver.
+_MAX_PREPARED = 256
+# torch.empty_strided for the current GPU, without the dispatcher; generated code of torch.compile uses it.
+_empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 class _Tape:
@@ -381,17 +376,24 @@ class _Tape:
         self.tables = []
 
 
+class _Recording(threading.local):
+    tape: _Tape | None = None  # while a call is recorded
+
+
+_recording = _Recording()
+
+
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``torch.empty`` for what kernels write and the caller may not get to see."""
     x = torch.empty(shape, dtype=dtype, device=device)
-    if (tape := getattr(_recording, "tape", None)) is not None:
+    if (tape := _recording.tape) is not None:
         tape.scratch.append(x)
     return x
 
 
 def table(x: torch.Tensor) -> torch.Tensor:
     """x, which kernels only read and which is the same for all arguments of the same kind."""
-    if (tape := getattr(_recording, "tape", None)) is not None:
+    if (tape := _recording.tape) is not None:
         tape.tables.append(x)
     return x
 
@@ -405,51 +407,61 @@ def replayed(function: Callable) -> Callable:
 
     A call takes the usual way when it needs a gradient, is traced or under autocast, when a kernel met a tensor that is
     no argument, output, `scratch` or `table`, and when an output is no dense tensor of its own. `function` must depend
-    on nothing but its arguments and the two global settings in the key.
+    on nothing but its arguments and the two global settings that `_kind` begins with.
     """
     replays = {}  # kind of the arguments -> a _Replay, or None where there can be none
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if INTERPRET or is_tracing() or hasattr(_recording, "tape") or torch.is_autocast_enabled("cuda"):
+        if INTERPRET or is_tracing() or _recording.tape is not None or torch.is_autocast_enabled():  # for CUDA
             return function(*args, **kwargs)
-        if forward_ad._current_level >= 0:
+        addresses = []
+        key = _kind((*args, *kwargs.values()) if kwargs else args, addresses)
+        if key is None:
             return function(*args, **kwargs)
-        key = [allows_tf32(), torch.are_deterministic_algorithms_enabled(), *kwargs]
-        tensors, addresses = [], []
-        grad_enabled = torch.is_grad_enabled()
-        for arg in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(arg)
-            if kind in _TENSORS:
-                if not arg.is_cuda or arg.layout != torch.strided or (grad_enabled and arg.requires_grad):
-                    return function(*args, **kwargs)
-                if arg.is_neg() or arg.is_nested or arg._is_zerotensor():
-                    return function(*args, **kwargs)
-                try:
-                    address = arg.data_ptr()
-                except RuntimeError:  # a batch of gradients, which has no memory of its own
-                    return function(*args, **kwargs)
-                tensors.append(arg)
-                addresses.append(address)
-                # The last part tells x, x from x, y: whoever records sees no more than addresses.
-                key += arg.shape, arg.stride(), arg.dtype, arg.get_device(), address & 15, addresses.index(address)
-            elif isinstance(arg, torch.Tensor):
-                return function(*args, **kwargs)
-            else:
-                key += kind, tuple(arg) if kind is list else arg
-        key = tuple(key)
+        if kwargs:
+            key = (key, *kwargs)
         try:
             replay = replays[key]
         except KeyError:
-            return _record(function, args, kwargs, tensors, replays, key)
+            return _record(function, args, kwargs, replays, key)
         except TypeError:  # an argument that cannot be part of a key
             return function(*args, **kwargs)
         if replay is None or torch._C._cuda_getDevice() != replay.device or _HOOKS[0].calls or _HOOKS[1].calls:
             return function(*args, **kwargs)
-        return replay(tensors)
+        return replay(addresses)
 
     _replay_caches.append(replays)
     return call
+
+
+def _kind(args: Iterable, addresses: list[int]) -> tuple | None:
+    """What a replay depends on but for the tensors' addresses, which it adds to the list; None if there can be none."""
+    if forward_ad._current_level >= 0:
+        return None
+    grad_enabled = torch.is_grad_enabled()
+    key = [allows_tf32(), torch._C._get_deterministic_algorithms()]
+    for arg in args:
+        kind = type(arg)
+        if kind in _TENSORS:
+            if (grad_enabled and arg.requires_grad) or arg.is_neg():
+                return None
+            try:
+                address = arg.data_ptr()
+                key += arg.shape, arg.stride(), arg.dtype, arg.get_device(), address & 15
+            except RuntimeError:  # sparse, nested, or a batch of gradients, which has no memory of its own
+                return None
+            if address == 0 and arg.numel() > 0:  # a tensor of zeros without memory
+                return None
+            addresses.append(address)
+        elif isinstance(arg, torch.Tensor):
+            return None
+        else:
+            key += kind, tuple(arg) if kind is list else arg
+    # Tells x, x from x, y: whoever records sees no more than addresses.
+    if len(set(addresses)) < len(addresses):
+        key += map(addresses.index, addresses)
+    return tuple(key)
 
 
 _replay_caches: list[dict] = []
@@ -461,15 +473,16 @@ def forget_replays() -> None:
         replays.clear()
 
 
-def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, replays: dict, key: tuple):
+def _record(function: Callable, args: tuple, kwargs: dict, replays: dict, key: tuple):
     """What `function` returns, and a _Replay of it under `key`, or None where there can be none."""
     _recording.tape = tape = _Tape()
     try:
         result = function(*args, **kwargs)
     finally:
-        del _recording.tape
+        _recording.tape = None
     if len(replays) >= _MAX_REPLAYS:
         replays.clear()
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
     replays[key] = _Replay.of(tape, tensors, result)
     return result
 
@@ -492,41 +505,102 @@ class _Replay:
         self = cls()
         self.device = pool[0].get_device()
         self.kind, self.n_outputs = type(result), len(outputs)
-        self.new = [(x.shape, x.stride(), x.dtype, x.device) for x in new]
+        self.new = [_allocation(x) for x in new]
         self.tables = tape.tables
         self.launches = []
         for handle_key, grid, args in tape.launches:
             handle = _handles.get(handle_key)
             if handle is None or handle[-1] != self.device:
                 return None
-            template, slots = list(args), []
-            for i, arg in enumerate(args):
-                if (x := _tensor(arg)) is None:
-                    continue
-                place = places.get(x.data_ptr())
-                if place is None:
-                    return None
-                template[i] = None
-                slots.append((i, place, None if x is arg else (type(arg), {**vars(arg), "base": None})))
             run, function, metadata, constants, _ = handle
-            self.launches.append((run, (*grid, 1, 1)[:3], function, metadata, (*template, *constants), slots))
+            template, slots = [*(*grid, 1, 1)[:3], None, function, metadata, None, None, None], []
+            for arg in args:
+                if (x := _tensor(arg)) is not None:
+                    place = places.get(x.data_ptr())
+                    if place is None:
+                        return None
+                    slots.append((len(template), place, None if x is arg else (type(arg), {**vars(arg), "base": None})))
+                template.append(arg if x is None else None)
+            self.launches.append((run, (*template, *constants), slots))
+        self.prepared = {}
         return self
 
-    def __call__(self, tensors: list[torch.Tensor]):
-        new = [torch.empty_strided(size, steps, dtype=dtype, device=where) for size, steps, dtype, where in self.new]
-        pool = tensors + new + self.tables
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        for run, (x, y, z), function, metadata, template, slots in self.launches:
+    def __call__(self, addresses: list[int]):
+        new = [allocate() for allocate in self.new]
+        key = (torch._C._cuda_getCurrentRawStream(self.device), *addresses, *[x.data_ptr() for x in new])
+        for function, args in self.prepared.get(key) or self._prepare(*key):
+            function(*args)
+        return new[0] if self.kind is torch.Tensor else self.kind(new[: self.n_outputs])
+
+    def _prepare(self, stream: int, *addresses: int) -> list[tuple[Callable, tuple]]:
+        """The calls that launch the kernels on this stream and these addresses; shorter ones when both come back."""
+        pool = *addresses, *(x.data_ptr() for x in self.tables)
+        calls = []
+        for run, template, slots in self.launches:
             args = list(template)
+            args[3] = stream
             for i, place, described in slots:
-                if described is None:
-                    args[i] = pool[place]
-                else:
+                args[i] = pool[place]
+                if described is not None:
                     kind, attributes = described
                     args[i] = made = object.__new__(kind)
-                    vars(made).update(attributes, base=pool[place])
-            run(x, y, z, stream, function, metadata, None, None, None, *args)
-        return new[0] if self.kind is torch.Tensor else self.kind(new[: self.n_outputs])
+                    vars(made).update(attributes, base=_Address(pool[place]))
+            calls.append((run, args))
+        key = stream, *addresses
+        if key in self.prepared:
+            self.prepared[key] = calls = [_innermost(run, args) for run, args in calls]
+        else:
+            if len(self.prepared) >= _MAX_PREPARED:
+                self.prepared.clear()
+            self.prepared[key] = None
+        return calls
+
+
+class _Address(int):
+    """An address in place of a descriptor's tensor."""
+
+    data_ptr = int.__int__
+
+
+def _allocation(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes tensors like x."""
+    layout = tuple(x.shape), x.stride()
+    # In deterministic mode torch fills what it allocates, which the quicker function does not.
+    if _empty_strided is None or torch.are_deterministic_algorithms_enabled():
+        return functools.partial(torch.empty_strided, *layout, dtype=x.dtype, device=x.device)
+    return functools.partial(_empty_strided, *layout, x.dtype)
+
+
+def _innermost(run: Callable, args: list) -> tuple[Callable, tuple]:
+    """The function in C that a call of Triton's launcher ends in, and the arguments that reach it.
+
+    On the way there it encodes the tensor descriptors, which takes microseconds for each. Where it is not known to do
+    the same at every call, the answer is the launcher itself.
+    """
+    caught = []
+
+    def catch(*arguments):
+        caught.append(arguments)
+
+    try:
+        if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+            return run, args
+        innermost, launch = run.launch, catch
+        if isinstance(innermost, FunctionType):
+            # What encodes descriptors is a closure around the function in C: the same, around another one.
+            wrapper = innermost
+            cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+            innermost = cells["launcher"].cell_contents
+            cells["launcher"] = CellType(catch)
+            launch = FunctionType(wrapper.__code__, wrapper.__globals__, closure=tuple(cells.values()))
+        if not isinstance(innermost, BuiltinFunctionType):
+            return run, args
+        launcher = object.__new__(type(run))
+        vars(launcher).update(vars(run), launch=launch)
+        launcher(*args)
+        return innermost, caught[0]
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return run, args
 
 
 def _is_dense(x: torch.Tensor) -> bool:

@@ -904,7 +904,8 @@ def attention(
         out, lse = apply(_Attention, q, k, v, scale, lower, upper)
     else:
         out, lse = _attention_fwd(q, k, v, scale, lower, upper)
-    out = out.reshape(shape)
+    if len(shape) != 4:
+        out = out.reshape(shape)
     return (out, lse.reshape(shape[:-1])) if return_lse else out
 
 
@@ -941,7 +942,9 @@ def _as_4d(
     batch = math.prod(batch_shape)
 
     def flat(x, n):
-        return x.expand(*batch_shape, n, *x.shape[-2:]).reshape(batch, n, *x.shape[-2:])
+        shape = (*batch_shape, n, *x.shape[-2:])
+        # Mostly x is what is wanted, and a view would be a step of the backward pass, too.
+        return x if len(shape) == 4 and x.shape == shape else x.expand(shape).reshape(batch, n, *x.shape[-2:])
 
     shape = (*batch_shape, n_heads, q.shape[-2], v.shape[-1])
     # As many leading dimensions as the inputs had.

@@ -556,10 +556,15 @@ class _LayerNorm(torch.autograd.Function):
         dx, dw, db = grads
         return (
             dx if ctx.needs_input_grad[0] else None,
-            dw.view(ctx.weight_shape) if ctx.dw_dtype else None,
-            db.view(ctx.bias_shape) if ctx.db_dtype else None,
+            _as_shape(dw, ctx.weight_shape) if ctx.dw_dtype else None,
+            _as_shape(db, ctx.bias_shape) if ctx.db_dtype else None,
             None, None, None, None,
         )  # fmt: skip
+
+
+def _as_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    # A view takes the host longer than an allocation does.
+    return x if len(shape) == 1 else x.view(shape)
 
 
 differentiable(_layer_norm_fwd, _LayerNorm)
