@@ -255,7 +255,7 @@ except ValueError as error:
 #
 # A launch returns at once, while the GPU goes on working, so a clock around the call would measure the launch alone.
 # `measure` lets the GPU itself take the time between the start and the end of each of many calls, and gives the median
-# with the spread. While the GPU empties its cache for the next call, the host, the CPU that launches, gets ahead, and so
+# with the spread. While the GPU empties its cache for the next call, the host, the CPU that launches, gets ahead, and
 # its own time does not count. `Benchmark` declares the chart: a point for each of `x_vals`, and a curve for each
 # *provider*, that is whose addition it is. `limit="copy"` measures a copy beside them. In the table, shares of the
 # limit go from next to nothing to a little more than all of it; the section *What we saw* says why.
