@@ -627,8 +627,8 @@ report_short
 # The way around the first limit is to cut a row into parts, each with a program of its own. A first kernel takes the
 # maximum and the sum of each part, the second joins them, by the formula with which `_online_finish` joins lanes, and
 # writes the result. So even a single row keeps the GPU busy. The price is a second launch, for no part can be written
-# before all have been read, and a second reading of the row. The library does it with rows of 128 KiB and more where
-# there are at most half as many as multiprocessors:
+# before all have been read, and a second reading of the row. The library does it with up to 32 rows of 128 KiB or more,
+# and with up to half as many rows as there are multiprocessors where rows are longer:
 
 # quote: triton_gallery.softmax._softmax_parts_stats_kernel
 # quote: triton_gallery.softmax._softmax_parts_fwd_kernel

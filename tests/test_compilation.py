@@ -73,6 +73,7 @@ CASES = [
     Case("layer_norm", [(4096, 768)], FLOATS, {"normalized_shape": [768], "weight": (768,), "bias": (768,)}),
     Case("layer_norm", [(4096, 8192)], (F16, F64), {"normalized_shape": [8192], "weight": (8192,), "bias": (8192,)}),
     Case("layer_norm", [(4096, 12288)], HALF, {"normalized_shape": [12288], "weight": (12288,), "bias": (12288,)}),
+    Case("layer_norm", [(4096, 15872)], (F16,), {"normalized_shape": [15872], "weight": (15872,), "bias": (15872,)}),
     Case("layer_norm", [(4096, 15873)], (F16,), {"normalized_shape": [15873], "weight": (15873,), "bias": (15873,)}),
     Case("layer_norm", [(4096, 24576)], (F16, F32), {"normalized_shape": [24576], "weight": (24576,)}),
     Case("layer_norm", [(4096, 49152)], (F16,), {"normalized_shape": [49152], "weight": (49152,)}),

@@ -65,7 +65,8 @@ def check(op, x, dim=-1, dtype=None, dy=None):
     out_dtype = dtype or x.dtype
     dy = torch.randn(x.shape, device=x.device).to(out_dtype) if dy is None else dy
     result, expected = run(ours, op, x, dim, dtype, dy), run(torchs, op, x, dim, dtype, dy)
-    reference = run(torchs, op, x.double(), dim, None, dy.double())
+    # As in torch, x takes the output's dtype before anything else.
+    reference = run(torchs, op, x.to(out_dtype).double(), dim, None, dy.double())
     assert result[0].stride() == expected[0].stride()
     # float64 has only torch itself for a reference; sums in another order may differ in the last digits.
     floor = 1e-14 if out_dtype == torch.float64 else FLOOR
