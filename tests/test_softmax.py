@@ -65,12 +65,14 @@ def check(op, x, dim=-1, dtype=None, dy=None):
     out_dtype = dtype or x.dtype
     dy = torch.randn(x.shape, device=x.device).to(out_dtype) if dy is None else dy
     result, expected = run(ours, op, x, dim, dtype, dy), run(torchs, op, x, dim, dtype, dy)
-    # As in torch, x takes the output's dtype before anything else.
-    reference = run(torchs, op, x.to(out_dtype).double(), dim, None, dy.double())
+    reference = run(torchs, op, x.double(), dim, None, dy.double())
     assert result[0].stride() == expected[0].stride()
     # float64 has only torch itself for a reference; sums in another order may differ in the last digits.
     floor = 1e-14 if out_dtype == torch.float64 else FLOOR
-    assert_as_accurate_as_torch(result[0], expected[0], reference[0], floor=floor)
+    # Of a narrower output torch rounds x first, as we do: two roundings, which cancel where one is lucky.
+    narrower = out_dtype.itemsize < x.dtype.itemsize
+    rounding = torch.finfo(out_dtype).eps / 4 if narrower else 0
+    assert_as_accurate_as_torch(result[0], expected[0], reference[0], floor=floor + rounding)
     # The terms of the gradient cancel, all of them in a row of one; what is lost is relative to the terms. Torch and we
     # start from the same rounded output, whose error a short row may cancel by luck.
     dx, dx_expected, dx_reference = (t.double() for t in (result[1], expected[1], reference[1]))
