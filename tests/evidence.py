@@ -25,15 +25,21 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors|hazards)")
 
 
 def tests(reports: list[Path]) -> list[list]:
-    """Passed, failed and skipped tests, fuzzed inputs and failed fuzzing, for each file of tests."""
-    counts: dict[str, Counter] = {}
+    """Passed, failed and skipped tests and fuzzed inputs, for each file of tests.
+
+    Of a test that was run again, what a later report says counts.
+    """
+    cases = {}
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
-            count = counts.setdefault(case.get("classname").rpartition("test_")[2], Counter())
-            outcome = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
-            count["failed" if outcome in ("failure", "error") else outcome] += 1
-            for prop in case.iter("property"):
-                count["inputs"] += int(prop.get("value")) if prop.get("name") == "inputs" else 0
+            cases[case.get("classname"), case.get("name")] = case
+    counts: dict[str, Counter] = {}
+    for (module, _), case in cases.items():
+        count = counts.setdefault(module.rpartition("test_")[2], Counter())
+        outcome = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
+        count["failed" if outcome in ("failure", "error") else outcome] += 1
+        for prop in case.iter("property"):
+            count["inputs"] += int(prop.get("value")) if prop.get("name") == "inputs" else 0
     columns = ("passed", "failed", "skipped", "inputs")
     rows = [[name, *(count[c] for c in columns)] for name, count in sorted(counts.items())]
     total = ["all", *(sum(row[i] for row in rows) for i in range(1, 1 + len(columns)))]

@@ -219,7 +219,8 @@ def test_scale_keeps_all_digits_in_float64(device):
 
 def test_four_dimensions_need_no_views(device):
     q, k, v = (torch.randn(1, 2, 5, 8, device=device, requires_grad=True) for _ in range(3))
-    steps = [step for step, _ in tg.attention(q, k, v).grad_fn.next_functions if step is not None]
+    out = tg.attention(q, k, v)
+    steps = [step for step, _ in out.grad_fn.next_functions if step is not None]
     # No step of the backward pass lies between attention's and the inputs.
     assert len(steps) == 3 and all(step.variable is x for step, x in zip(steps, (q, k, v), strict=True))
 

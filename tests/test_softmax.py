@@ -74,13 +74,14 @@ def check(op, x, dim=-1, dtype=None, dy=None):
     rounding = torch.finfo(out_dtype).eps / 4 if narrower else 0
     assert_as_accurate_as_torch(result[0], expected[0], reference[0], floor=floor + rounding)
     # The terms of the gradient cancel, all of them in a row of one; what is lost is relative to the terms. Torch and we
-    # start from the same rounded output, whose error a short row may cancel by luck.
+    # start from the same rounded output, whose error a short row may cancel by luck. The gradient is at most half of a
+    # term, and rounding it costs half an eps.
     dx, dx_expected, dx_reference = (t.double() for t in (result[1], expected[1], reference[1]))
     assert result[1].dtype == x.dtype and result[1].shape == x.shape
     if x.numel():
         terms = dy.double().abs().amax() * (x.shape[dim] if op == "log_softmax" and x.ndim else 1)
         error, torchs_error = (dx - dx_reference).abs().max(), (dx_expected - dx_reference).abs().max()
-        assert error <= 3 * torchs_error + (floor + torch.finfo(out_dtype).eps / 8) * terms
+        assert error <= 3 * torchs_error + (floor + torch.finfo(out_dtype).eps / 4) * terms
     return result
 
 
