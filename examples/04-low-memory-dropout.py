@@ -521,7 +521,9 @@ report_both
 
 # %%
 # At the left end starting a kernel in each direction takes as long as what the kernels do. At the right end only bytes
-# and instructions count, as in the forward pass.
+# and instructions count, as in the forward pass: :measured:`dropout-fwd-bwd-fp16: triton_gallery / limit at 268435456`
+# of a copy's rate, and :measured:`dropout-fwd-bwd-fp16: triton_gallery / peers at 268435456` of the best other, which
+# has a mask to write and to read.
 
 # %%
 # Arithmetic that memory does not notice

@@ -437,12 +437,13 @@ ladder
 # two loops come close to that: :measured:`layer-norm-fwd-ladder-fp16: two loops / limit at 8192` at 8192 columns, where
 # a row in registers allows :measured:`layer-norm-fwd-ladder-fp16: row in registers / limit at 8192`. They also lose
 # time in a way that no count of bytes shows: each round waits for loads of its own, where a program that asks for the
-# whole row at once waits once. (Two points of the third curve are lower than the ones around them. The matrices are
-# small there, and the launch from Python took longer than the work.)
+# whole row at once waits once.
 #
 # From the row in registers to the library no trip is saved. What changes is the layout. A row of 1024 columns is little
-# work for a program, so the library gives it two. A row of 9216 leaves almost half of our block of 16384 empty, and one
-# of 12288 a quarter. Two blocks, of 8192 columns and 1024 or 4096, hold them without a gap.
+# work for a program of 8 warps, so the library takes two warps and gives them two rows. A row of 9216 leaves almost
+# half of our block of 16384 empty, and one of 12288 a quarter. Of the library's blocks of 2048 the one takes five, with
+# half a block left over, and the other six, with nothing: :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row
+# in registers at 9216` and :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 12288`.
 
 # %%
 # Three ways to one sum
@@ -550,10 +551,12 @@ backward_ladder
 # for each element, eight bytes where the rest is six. They go to the L2 cache, which adds those for one address one
 # after the other, and here every address gets 4096 of them. With partial rows a program adds up some 16 rows in its
 # registers before it sends anything. Less has to travel, nobody waits for anybody, and the result has the same bits
-# every time.
+# every time. At 4096 columns that makes :measured:`layer-norm-bwd-ladder-fp16: partial rows / atomic additions at
+# 4096`.
 #
 # The last step is once more one of layout. Our tile is one row and 16 warps, whatever the length. The library picks
-# rows, warps and the number of programs by the length.
+# rows, warps and the number of programs by the length, which at 1024 columns is worth another
+# :measured:`layer-norm-bwd-ladder-fp16: triton_gallery / partial rows at 1024`.
 
 # %%
 # At the speed of a copy?
@@ -706,8 +709,15 @@ long_report
 
 # %%
 # The bytes that are counted are the same at every point. What changes is where a row is when it is needed for the
-# second time. Two lengths are no powers of two, 24576 and 49152. They are multiples of 8192, though, so a kernel that
-# walks along a row block by block need not leave a lane empty there.
+# second time. Up to 49152 numbers the library keeps it in registers: at 24576 we reach
+# :measured:`layer-norm-long-fp16: triton_gallery / limit at 24576` of a copy's rate, at 49152, where a program of 512
+# threads holds nothing but its row, :measured:`layer-norm-long-fp16: triton_gallery / limit at 49152`. From 65536 on it
+# reads the row twice, and the curve falls from :measured:`layer-norm-long-fp16: triton_gallery / limit at 65536` to
+# :measured:`layer-norm-long-fp16: triton_gallery / limit at 262144`, with the L2 cache left behind in between.
+#
+# To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns, where the
+# caches closest to the multiprocessors still hold its rows, it is ahead of us: we run at
+# :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate.
 
 # %%
 # The shapes of training
@@ -760,6 +770,11 @@ shapes_report.plot()
 shapes_report
 
 # %%
+# The fuller the tiles, the nearer to a copy: :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at
+# 16384×4096` without a gap, :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 8192×5120` with three
+# eighths empty. Of the best other rate, the lowest of the five is
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
+#
 # The registers are the budget
 # ----------------------------
 # The whole design rests on rows and sums that stay in registers, so we ask the compiler how many it used. A thread has
@@ -792,19 +807,21 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # %%
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer, and for the backward pass there are two launches.
-# From there on the rate should rise with :math:`N`. The backward pass falls again behind :math:`N = 8192`, where four
-# tiles no longer fit into registers. Up to 16384 columns of 16 bits, Hopper has room for `x` and `dy` in its shared
-# memory, from where they can be read twice, and registers hold the sums alone (`hopper/layer_norm.py`, in Gluon). But
-# one program then fills a multiprocessor, and when it waits, no other one works. Longer rows, and all of them on other
-# GPUs, are cut into column blocks. The row sums then need a pass of their own over `x` and `dy`: five trips instead of
-# three.
+# From there on the rate should rise with :math:`N`. The curve of the backward pass has teeth: it drops where a row has
+# just outgrown its block, and climbs as the next one fills. Behind :math:`N = 4096` a block is twice as long. Behind
+# 8192 four tiles no longer fit into registers. Up to 16384 columns of 16 bits, Hopper has room for `x` and `dy` in its
+# shared memory, from where they can be read twice, and registers hold the sums alone (`hopper/layer_norm.py`, in
+# Gluon); there a row is made of chunks of 4096, and the fourth begins behind 12288. Longer rows, and all of them on
+# other GPUs, are cut into column blocks. The row sums then need a pass of their own over `x` and `dy`: five trips
+# instead of three.
 #
 # With 8192 columns we reach, as shares of a copy's rate and of the best other one's:
 #
 # - forward :measured:`layer-norm-fwd-fp16: triton_gallery / limit at 8192` and
 #   :measured:`layer-norm-fwd-fp16: triton_gallery / peers at 8192`
 # - backward :measured:`layer-norm-bwd-fp16: triton_gallery / limit at 8192` and
-#   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192`
+#   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192`; the lowest ratio of the whole sweep is
+#   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at worst`
 #
 # All of this is the GPU's time. A backward pass also takes the host tens of microseconds, ours more than torch's: it
 # walks through autograd, allocates five tensors and launches two kernels, in Python, where torch does all of it in C++.
@@ -813,7 +830,9 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # The strongest forward pass beside ours is that of `torch.compile` at lengths such as 14336, where ours runs at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` makes a kernel
 # for each length, and finds out that seven blocks of 2048 fill this one: its loops need no mask. Where no such block
-# fits, at 13824 columns, say, ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`.
+# fits, at 13824 columns, say, ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`. At
+# 1024 columns, where a few microseconds are all there is, it is
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024`.
 #
 # A large mean breaks the short formula
 # -------------------------------------

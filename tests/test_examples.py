@@ -389,17 +389,6 @@ undefined(SIZES)
     assert [(bench.plot_name, bench.x_vals) for bench in found] == [("a", [1, 2]), ("b", [1, 2])]
 
 
-# The next `make record` measures these, and then none may stand here.
-NOT_YET = {
-    "dropout-fwd-bwd-fp16",
-    "layer-norm-bwd-ladder-fp16",
-    "layer-norm-bwd-shapes-bf16",
-    "layer-norm-long-fp16",
-    "softmax-long-fp16",
-    "softmax-short-fp16",
-}
-
-
 @pytest.mark.parametrize("page", PAGES + CHAPTERS, ids=lambda page: page.stem)
 def test_record_holds_what_the_page_declares(page, tmp_path):
     reports = benchmarks(page, tmp_path)
@@ -407,8 +396,6 @@ def test_record_holds_what_the_page_declares(page, tmp_path):
     for report in reports:
         path = RECORDS / f"{report.benchmark.plot_name}.json"
         where = path.relative_to(gallery.ROOT)
-        if path.stem in NOT_YET:
-            continue
         assert path.is_file(), f"{page.name} has a benchmark without a record; `make record` on an H200 writes {where}"
         record, header = json.loads(path.read_text(encoding="utf-8")), report._header()
         keys = ("benchmark", "title", "x", "x_log", "y_log", "unit", "inputs")
@@ -423,7 +410,7 @@ def test_record_holds_what_the_page_declares(page, tmp_path):
 def test_every_record_belongs_to_a_page(tmp_path):
     assert RECORDS.is_dir(), f"no records: `make record` on an H200 writes {RECORDS.relative_to(gallery.ROOT)}"
     declared = {report.benchmark.plot_name for page in PAGES + CHAPTERS for report in benchmarks(page, tmp_path)}
-    assert {path.stem for path in RECORDS.glob("*.json")} == declared - NOT_YET and declared >= NOT_YET
+    assert {path.stem for path in RECORDS.glob("*.json")} == declared
 
 
 # --- a page that fails ------------------------------------------------------------------------------------------------
