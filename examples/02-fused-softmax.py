@@ -740,11 +740,12 @@ for each in (report, report_short, report_long):
     print(each.summary())
 
 # %%
-# With 4096 rows there are three regions, for three reasons. Short rows make small matrices: the launch takes longer
-# than the work, so this end says more about launching than about softmax. From there on memory moves :math:`x` and the
-# result and nothing else, as long as a row fits into registers or shared memory, so the rate to compare with is that of
-# a copy. Beyond that, a part of the row is read twice. The unfused version can reach a quarter of the copy's rate at
-# best, once its matrices outgrow the L2 cache: this was clear before anything was measured.
+# With 4096 rows there are two regions, for two reasons. Short rows make small matrices: starting a kernel takes longer
+# than the work, so this end says more about starting than about softmax. From there on memory moves :math:`x` and the
+# result and nothing else, as long as a row fits into registers and shared memory, so the rate to compare with is that
+# of a copy. Longer rows, such as those of the last sweep, are in part read twice. The unfused version can reach a
+# quarter of the copy's rate at best, once its matrices outgrow the L2 cache: this was clear before anything was
+# measured.
 #
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's
 # rate and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one, and at 65536
