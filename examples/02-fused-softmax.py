@@ -362,10 +362,10 @@ plt.show()
 # ----------------------------
 #
 # The L2 cache is a hope: it keeps a row for the second walk if nothing else needs the room. There is a surer place.
-# Each multiprocessor of Hopper has 227 KiB of *shared memory*, which a program fills and empties as it likes, and
-# 110,000 float16 numbers fit in there. `tl` uses it behind the scenes and has no words for it. Gluon, the lower-level
-# language that Triton's compiler offers beside it, has some, and the library's kernel for long rows on Hopper
-# (`hopper/softmax.py`) is written in it.
+# Each multiprocessor of Hopper (the H100 and the H200) has 227 KiB of *shared memory*, which a program fills and
+# empties as it likes, and 110,000 float16 numbers fit in there. `tl` uses it behind the scenes and has no words for it.
+# Gluon, the lower-level language that Triton's compiler offers beside it, has some, and the library's kernel for long
+# rows on Hopper (`hopper/softmax.py`) is written in it.
 #
 # That kernel cuts a row into chunks of a few KiB. It starts the copies of all of them into shared memory at once, and
 # folds each chunk into the running statistics when it arrives, as above: `m` and `s` once more, for each thread. Then
@@ -373,9 +373,9 @@ plt.show()
 # place is free, and the copy of the same chunk of the program's *next* row starts into it. So copies are under way at
 # all times but one, the short moment when the threads exchange their maxima, and no number crosses the chip's border
 # more often than once in and once out. What is left of a row of more than 208 KiB waits in registers, two bytes to a
-# float16 number as it came from memory: another 96 KiB, enough for the 150,000 logits over a large vocabulary. A still
-# longer row has a tail without a place on the chip, and the tail takes the online kernel's way, twice through the L2
-# cache.
+# float16 number as it came from memory: another 96 KiB, enough for the 150,000 logits over a large vocabulary. Of a
+# still longer row nothing waits in registers. All that lies behind its first 208 KiB takes the online kernel's way,
+# twice through the L2 cache.
 
 # %%
 # From kernels to a function
@@ -532,11 +532,16 @@ ladder
 # rate. The library saves that trip again, because it keeps a row where the second walk finds it, and reaches
 # :measured:`softmax-ladder-fp16: triton_gallery / limit at 65536`.
 #
-# One expectation was wrong. At 4096 columns the naive curve and the safe one do meet; at 16384 the naive kernel reaches
-# :measured:`softmax-ladder-fp16: naive, row in registers / safe, row in registers at 16384` of the other's rate,
-# although it does less. Or so it seems: it divides each number of the row by the sum, and a division takes several
-# instructions. The library's kernel divides once in a row, and multiplies. A program of 128 threads with a long row has
-# no other program at its side behind which this could hide.
+# Two expectations were wrong. At 4096 columns the naive curve and the safe one do meet; at 16384 the naive kernel
+# reaches :measured:`softmax-ladder-fp16: naive, row in registers / safe, row in registers at 16384` of the other's
+# rate, although it takes no maximum. But it divides each number of the row by the sum, and a division takes several
+# instructions, where the library's kernel divides once in a row, and multiplies. Of programs of 128 threads with so
+# many registers each, a multiprocessor has room for few, and there is little for the instructions to hide behind.
+#
+# And short rows do stay in the L2 cache for their second walk, but the online kernel does not gain from it what we
+# expected: at 4096 columns it reaches
+# :measured:`softmax-ladder-fp16: online, two walks / safe, row in registers at 4096` of the safe kernel's rate. The
+# second walk cannot begin before the first has ended, and costs a wait of its own.
 
 # %%
 # Fusing moves the point to the right
@@ -549,7 +554,7 @@ ladder
 
 ops = 5 / 4 / 1000  # of a rate in GB/s, which credits everyone with two trips, makes one in TFLOP/s
 ours, unfused = report.series("triton_gallery"), report.series("unfused")
-points = {f"fused, N = {N}": (5 / 4, ours[N] * ops) for N in (1024, 8192, 65536)}
+points = {f"fused, N = {N}": (5 / 4, ours[N] * ops) for N in (256, 1024, 8192)}
 tg.benchmark.roofline(report, points | {"unfused, N = 8192": (5 / 16, unfused[8192] * ops)})
 
 # %%
@@ -561,14 +566,14 @@ tg.benchmark.roofline(report, points | {"unfused, N = 8192": (5 / 16, unfused[81
 # ----------------------------------
 #
 # All these matrices have 4096 rows. A program owns whole rows, so their number and length decide how much work there is
-# for a program, and for how many programs. Two more sweeps go to the ends. At the first one rows are short and many:
+# for a program, and for how many programs. Two more sweeps go to the ends. In the first one rows are short and many:
 # 131072 of them, as when a router picks experts for each token of a batch, or attention looks at a small window.
 #
 # What should we expect? A program of the library takes 1024 numbers there, whatever the length: 32 rows of 32 numbers,
 # or a single one of 1024. A thread loads eight numbers at once, so four threads hold a row of 32, and a warp has to
-# exchange registers only among these four. With one row in each program most threads would have nothing to do. So there
-# are two trips again. What weighs more the shorter the rows become is the launch: at 32 columns the matrix has 8 MiB,
-# which a GPU moves in a few microseconds.
+# exchange registers only among these four. (With one row in each program most threads would have nothing to do.)
+# Memory still sees two trips. What weighs more the shorter the rows become is the launch: at 32 columns the matrix has
+# 8 MiB, which a GPU moves in a few microseconds.
 
 
 @tg.benchmark.perf_report(
@@ -612,10 +617,12 @@ report_short
 # The library runs one kernel at all six lengths, with tiles of one size. At 1024 columns it is the kernel and the tile
 # of the sweep above, with 32 times as many rows. Where the two charts differ there, it is by what starting and filling
 # the GPU takes, and not by anything in the kernel: :measured:`softmax-fp16: triton_gallery / limit at 1024` of a copy's
-# rate above, :measured:`softmax-short-fp16: triton_gallery / limit at 1024` here. Towards short rows the rate falls all
-# the same: a tile has 1024 numbers at any length, and the shorter its rows, the more maxima and sums there are to take.
-# `torch.compile` writes a kernel much like ours. Our lead is
-# :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32 columns, and none at 1024.
+# rate above, :measured:`softmax-short-fp16: triton_gallery / limit at 1024` here. Towards short rows the matrix shrinks
+# and what starting costs does not: at each length we take the same few microseconds more than a copy at full speed
+# would. 131072 rows of 32 numbers run at :measured:`softmax-short-fp16: triton_gallery at 32`, and 4096 rows of 1024,
+# which are as many numbers, at :measured:`softmax-fp16: triton_gallery at 1024`. That rows are short costs nothing by
+# itself. Our lead over `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32
+# columns, and none at 1024.
 
 # %%
 # At the other end rows are long, or few, or both, as the logits that a language model writes for the next word of each
@@ -628,11 +635,11 @@ report_short
 #   rows under way share the L2 cache; 64 rows of 2 MiB are too much for it, and most of the second reading is a third
 #   trip to memory.
 #
-# The way around the first limit is to cut a row into parts, each with a program of its own. A first kernel takes the
-# maximum and the sum of each part, the second joins them, by the formula with which `_online_finish` joins lanes, and
-# writes the result. So even a single row keeps the GPU busy. The price is a second launch, for no part can be written
-# before all have been read, and a second reading of the row. The library does it with up to 32 rows of 128 KiB or more,
-# and with up to half as many rows as there are multiprocessors where rows are longer:
+# The way around the first limit, not the second, is to cut a row into parts, each with a program of its own. A first
+# kernel takes the maximum and the sum of each part, the second joins them, by the formula with which `_online_finish`
+# joins lanes, and writes the result. So even a single row keeps the GPU busy. The price is a second launch, for no part
+# can be written before all have been read, and a second reading of the row. The library does it with up to 32 rows of
+# 128 KiB or more, and with up to 66, half the number of multiprocessors, if each has 4 KiB for every row that there is:
 
 # quote: triton_gallery.softmax._softmax_parts_stats_kernel
 # quote: triton_gallery.softmax._softmax_parts_fwd_kernel
@@ -682,7 +689,8 @@ report_long
 # other. While the first of them arrives there is nothing to write yet, and while the last is written nothing to read;
 # and rows of 512 KiB are read twice in part. From the third shape on rows are cut. At the last one torch, which gives a
 # row to one block of threads, is left with :measured:`softmax-long-fp16: torch at 1×16777216`. `torch.compile` cuts the
-# row as well, and we run at :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` of its rate.
+# row as well, and we run at :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` of its rate. A
+# copy's rate is far away, as it is for any matrix of 16 or 32 MiB, and here there are two launches and three trips.
 
 # %%
 # What the compiler made of it
@@ -728,7 +736,7 @@ print(f"programs of {threads} threads that have room:", room)
 # Line by line, the reductions are the ones to follow. `tl.max` is one operation in TTIR. In PTX it has become a chain
 # of `max` within the thread, then `shfl`, by which the threads of a warp exchange registers, then a store to shared
 # memory, a `bar.sync`, and the same again among the warps. SASS does not know from where a function was called, so it
-# has the last three under "functions that it calls".
+# has all of them under "functions that it calls".
 
 tg.codegen.listing(tg.softmax, x)
 
@@ -754,12 +762,12 @@ for each in (report, report_short, report_long):
 # registers, it is :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
 #
-# Rows of an odd length begin at odd addresses, where no wide load may start. The kernel with the chunks copies such a
-# row from the multiple of 16 bytes in front of it, masks what belongs to the row above, and writes a row's two ends
-# number by number: with 16401 columns we get :measured:`softmax-fp16: triton_gallery at 16401`, with 16384
-# :measured:`softmax-fp16: triton_gallery at 16384`. This works as long as input and output are out of step by the same
-# amount. Rows cut out of a wider matrix need not be; those take the online kernel, whose loads then move one number
-# instead of eight.
+# If the length of rows is no multiple of eight, most of them begin between two multiples of 16 bytes, where no wide
+# load may start. The kernel with the chunks copies such a row from the multiple of 16 bytes in front of it, masks what
+# belongs to the row before, and writes a row's two ends number by number: with 16401 columns we get
+# :measured:`softmax-fp16: triton_gallery at 16401`, with 16384 :measured:`softmax-fp16: triton_gallery at 16384`. This
+# works if a row of the result begins as far behind a multiple of 16 bytes as the row of the input does. Rows cut out of
+# a wider matrix need not; long ones of these take the online kernel, whose loads then move one number instead of eight.
 
 # %%
 # Break it: pad with zeros

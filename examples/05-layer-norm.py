@@ -190,7 +190,7 @@ torch.testing.assert_close(y, expected)
 #     = r \Bigl( g_k - \frac{1}{N} \sum_j g_j - \hat{x}_k \, \frac{1}{N} \sum_j g_j \hat{x}_j \Bigr)
 #
 # So `dx` needs two sums over the row, the mean of :math:`g` and the mean of :math:`g \hat{x}`, and then every
-# element is on its own again. There is a picture behind this. Adding a constant to a row does not change
+# element is on its own again. There is geometry behind this. Adding a constant to a row does not change
 # :math:`\hat{x}`, and neither does stretching the row away from its mean (but for :math:`\epsilon`). The two
 # subtractions remove from :math:`g` the parts that point in these two directions, in which a change of `x` has no
 # effect.
@@ -339,7 +339,8 @@ extra, useful = 2 * 2 * n_programs * n_cols * 4, 3 * n_rows * n_cols * 2
 print(f"partial rows add {extra / useful:.0%} to the traffic of the backward pass")
 
 # %%
-# The more rows, the less it matters. With fewer rows the partial sums mostly stay in the L2 cache.
+# The partial rows are 8 MiB however many rows `x` has: the more there are, the less it matters. And 8 MiB may well be
+# in the L2 cache when the second kernel reads them.
 #
 # The public function
 # -------------------
@@ -433,11 +434,12 @@ ladder
 
 # %%
 # Twelve trips in place of two leave at most a sixth of a copy's rate, once a matrix is larger than the L2 cache; here
-# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips leave two thirds, and the
-# two loops come close to that: :measured:`layer-norm-fwd-ladder-fp16: two loops / limit at 8192` at 8192 columns, where
-# a row in registers allows :measured:`layer-norm-fwd-ladder-fp16: row in registers / limit at 8192`. They also lose
-# time in a way that no count of bytes shows: each round waits for loads of its own, where a program that asks for the
-# whole row at once waits once.
+# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips would leave two thirds. The
+# two loops reach :measured:`layer-norm-fwd-ladder-fp16: two loops / limit at 8192` at 8192 columns, since a part of the
+# second reading comes from a cache, and a row in registers
+# :measured:`layer-norm-fwd-ladder-fp16: row in registers / limit at 8192`. Each round of a loop waits for loads of its
+# own, where a program that asks for the whole row at once waits once. At 1024, 2048 and 9216 columns the loops are the
+# faster ones all the same. There it is the layout of our third kernel that decides, and not the trips.
 #
 # From the row in registers to the library no trip is saved. What changes is the layout. A row of 1024 columns is little
 # work for a program of 8 warps, so the library takes two warps and gives them two rows. A row of 9216 leaves almost
@@ -660,8 +662,8 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # Up to the slope is all that can be won, and the long rows are most of the way there. An operation more or less would
 # change nothing.
 #
-# Rows that the chip has no room for
-# ----------------------------------
+# Rows that outgrow the chip
+# --------------------------
 # Our curve of the forward pass ends where a row still stays on the chip from its first load to its last store. How does
 # it go on? In the next sweep all matrices have about the same size, 256 MiB, so a launch weighs next to nothing. Only
 # the rows grow from point to point, from 32 KiB to 512 KiB, and become fewer: 8192 of them at the left end, 512 at the
@@ -670,8 +672,8 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # At some length a program has to let go of the row that it has read. Then it reads the row twice, once for the
 # statistics and once for the result, and what that costs is up to the L2 cache, which all rows under way share. As long
 # as it holds them, the second reading does not reach the memory, and two trips are still two. When they outgrow it,
-# there is a third trip, which leaves two thirds of a copy's rate. With two programs on each of 132 multiprocessors,
-# rows of 65536 numbers take 33 MiB together, rows of 131072 take 66 MiB, and an H200's L2 cache lies in between.
+# there is a third trip, which leaves two thirds of a copy's rate. If there are two programs on each of 132
+# multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 50.
 
 
 @tg.benchmark.perf_report(
@@ -710,14 +712,16 @@ long_report
 # %%
 # The bytes that are counted are the same at every point. What changes is where a row is when it is needed for the
 # second time. Up to 49152 numbers the library keeps it in registers: at 24576 we reach
-# :measured:`layer-norm-long-fp16: triton_gallery / limit at 24576` of a copy's rate, at 49152, where a program of 512
-# threads holds nothing but its row, :measured:`layer-norm-long-fp16: triton_gallery / limit at 49152`. From 65536 on it
-# reads the row twice, and the curve falls from :measured:`layer-norm-long-fp16: triton_gallery / limit at 65536` to
-# :measured:`layer-norm-long-fp16: triton_gallery / limit at 262144`, with the L2 cache left behind in between.
+# :measured:`layer-norm-long-fp16: triton_gallery / limit at 24576` of a copy's rate. Longer ones take programs of 512
+# threads, of which a multiprocessor has room for one, and it is
+# :measured:`layer-norm-long-fp16: triton_gallery / limit at 32768` and
+# :measured:`layer-norm-long-fp16: triton_gallery / limit at 49152`. From 65536 on the row is read twice. There we
+# expected two trips, as the cache has room for the rows, and get
+# :measured:`layer-norm-long-fp16: triton_gallery / limit at 65536`, hardly more than three trips leave; why, we have
+# not found out. Behind the cache it is :measured:`layer-norm-long-fp16: triton_gallery / limit at 262144`.
 #
-# To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns, where the
-# caches closest to the multiprocessors still hold its rows, it is ahead of us: we run at
-# :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate.
+# To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns it is ahead of
+# us: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate.
 
 # %%
 # The shapes of training
@@ -733,7 +737,7 @@ long_report
 # - 4096 × 12288: on Hopper, rows wait in shared memory, and a program has a multiprocessor to itself.
 # - 2048 × 65536: rows are cut into blocks of columns. That makes five trips, of which three are credited.
 #
-# The partial rows weigh the less the more rows a program adds up before it writes its own.
+# The more rows a program adds up, the less its partial row weighs.
 
 
 @tg.benchmark.perf_report(
@@ -770,10 +774,15 @@ shapes_report.plot()
 shapes_report
 
 # %%
-# The fuller the tiles, the nearer to a copy: :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at
-# 16384×4096` without a gap, :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 8192×5120` with three
-# eighths empty. Of the best other rate, the lowest of the five is
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
+# Nearest to a copy is the tile without a gap, at
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 16384×4096`. The block for 5120 columns costs twice,
+# by its empty lanes and by leaving room for one program only:
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 8192×5120`. At 12288 columns nothing is empty, and
+# with one program on each multiprocessor it is
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 4096×12288`, less than in float16 above, for which we
+# know no reason. Five trips leave 60 % at best, and we get
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 2048×65536`. Against the best other provider, the
+# lowest of the five ratios is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
 #
 # The registers are the budget
 # ----------------------------
@@ -788,8 +797,8 @@ tg.codegen.inspect(
 
 # %%
 # At this length the forward kernel is the one with blocks, eight of which hold a row. The backward kernel holds four
-# tiles, `x`, `dy` and the sums for `dw` and `db`, and uses the registers to match. On NVIDIA's GPUs it has shared
-# memory as well: that is where the loads of later tiles wait, which the pipelined loop started ahead of time.
+# tiles, `x`, `dy` and the sums for `dw` and `db`, and the weight besides, and uses the registers to match. It has
+# shared memory as well: that is where the loads of later tiles wait, which the pipelined loop started ahead of time.
 #
 # Here is the kernel from the top of the page line by line, at 1024 columns, where a tile has two rows. The line with
 # `tl.where` became a select for each number, `FSEL` in SASS, and no branch.
@@ -809,11 +818,11 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # work and waiting for the first load weigh more than the transfer, and for the backward pass there are two launches.
 # From there on the rate should rise with :math:`N`. The curve of the backward pass has teeth: it drops where a row has
 # just outgrown its block, and climbs as the next one fills. Behind :math:`N = 4096` a block is twice as long. Behind
-# 8192 four tiles no longer fit into registers. Up to 16384 columns of 16 bits, Hopper has room for `x` and `dy` in its
-# shared memory, from where they can be read twice, and registers hold the sums alone (`hopper/layer_norm.py`, in
-# Gluon); there a row is made of chunks of 4096, and the fourth begins behind 12288. Longer rows, and all of them on
-# other GPUs, are cut into column blocks. The row sums then need a pass of their own over `x` and `dy`: five trips
-# instead of three.
+# 8192 four tiles no longer fit into registers. Up to 16384 columns of 16 bits, Hopper has room for `x`, `dy` and the
+# weight in its shared memory, from where they can be read twice, and registers hold the sums alone
+# (`hopper/layer_norm.py`, in Gluon); there a row is made of chunks of 4096, and the fourth begins behind 12288. Longer
+# rows, and all of them on other GPUs, are cut into column blocks. The row sums then need a pass of their own over `x`
+# and `dy`: five trips instead of three.
 #
 # With 8192 columns we reach, as shares of a copy's rate and of the best other one's:
 #
@@ -862,7 +871,7 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 # 1. Copy the forward kernel and replace the line with `tl.where` by `x = x - mean[:, None]`. For which row lengths
 #    does the check still pass? *Hint: how many lanes are padded when N is 512, and how many when it is 513?*
 # 2. Pass `None` for the mean and the bias in both launchers, and compare with `torch.nn.functional.rms_norm`.
-#    Which of the two directions in the picture of `dx` is gone, and why? *Hint: does adding a constant to a row
+#    Which of the two directions is no longer taken out of the gradient, and why? *Hint: does adding a constant to a row
 #    still leave the result unchanged?*
 # 3. On a GPU, measure `layer_norm_backward` for 4096 rows of 4096 elements with 33, 132, 264 and 4096 programs.
 #    Explain both ends of the curve with the bytes of the partial rows and the number of multiprocessors.

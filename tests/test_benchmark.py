@@ -453,7 +453,9 @@ def commit_limits(records, gpu="NVIDIA H200"):
 def test_roofline_of_a_record(records):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     commit_limits(records)
-    benchmark.roofline(benchmark.load("softmax-fp16"), {"slow": (2.0, 4.0), "fast": (400.0, 600.0)})
+    measured = benchmark.load("softmax-fp16")
+    report = dataclasses.replace(measured, record=measured.record | {"limit": None})
+    benchmark.roofline(report, {"slow": (2.0, 4.0), "fast": (400.0, 600.0)})
     (axes,) = pyplot.gcf().axes
     assert axes.get_title() == "Softmax <of> rows: roofline of the NVIDIA H200"
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("arithmetic intensity (operations per byte)", "rate (TFLOP/s)")
@@ -464,9 +466,16 @@ def test_roofline_of_a_record(records):
     assert slow.get_xydata().tolist() == [[2, 4]] and fast.get_marker() != slow.get_marker()
     pyplot.close("all")
 
-    benchmark.roofline(benchmark.load("softmax-fp16"), {"fast": (400.0, 600.0)}, title="Products", peak="matmul-fp8")
+    benchmark.roofline(report, {"fast": (400.0, 600.0)}, title="Products", peak="matmul-fp8")
     (axes,) = pyplot.gcf().axes
     assert axes.get_title() == "Products: roofline of the NVIDIA H200" and axes.lines[0].get_xdata()[1] == 400
+    pyplot.close("all")
+
+    # A copy that was measured in the same run is the better limit.
+    benchmark.roofline(measured, {"slow": (2.0, 1.0)})
+    slope = pyplot.gcf().axes[0].lines[0]
+    assert all(y == pytest.approx(x * measured.record["limit"]["value"] / 1000) for x, y in slope.get_xydata())
+    assert measured.record["limit"]["value"] != 4000
     pyplot.close("all")
 
 

@@ -227,8 +227,9 @@ class Report:
             ax.text(0.5, 0.5, "\n".join(textwrap.wrap(self.status()[0], 60)), ha="center", va="center", size="large")
             ax.set(title=r["title"], xticks=[], yticks=[])
             return Data(self) if r["rows"] else None
-        # Values of x that are no numbers ("4096×4096×512") stand side by side.
-        place = {x: x if isinstance(x, (int, float)) else i for i, x in enumerate(xs)}
+        # Values of x that are no numbers ("4096×4096×512") stand side by side, and no line joins them.
+        is_scale = all(isinstance(x, (int, float)) for x in xs)
+        place = {x: x if is_scale else i for i, x in enumerate(xs)}
         peers = iter(_PEER_STYLES)
         for name in self.providers:
             style = _OUR_STYLE if name == OURS else next(peers, {"color": "#777777", "marker": "."})
@@ -236,7 +237,7 @@ class Report:
             at = [place[row["x"]] for row in rows]
             median, low, high = ([row[key] for row in rows] for key in FIGURES)
             ax.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
-            ax.plot(at, median, label=name, **style)
+            ax.plot(at, median, label=name, linestyle="-" if is_scale else "", **style)
         if r["limit"]:
             ax.axhline(r["limit"]["value"], color="#333333", linestyle="--", linewidth=1.2, label=self._limit()[0])
         if r.get("x_log"):

@@ -255,8 +255,8 @@ def roofline(
 ) -> None:
     """Draw points under the roofline of a report's GPU: the rate of a copy times the intensity, up to a peak.
 
-    Both limits were measured: in this process if the report was, and otherwise they come from committed records of the
-    same GPU.
+    Both limits were measured: in this process if the report was, and otherwise they come from the report, if it has a
+    copy for its limit, and from committed records of the same GPU.
 
     Args:
         report: what the points were measured with; names the GPU.
@@ -286,6 +286,8 @@ def roofline(
 def _limit_of(report: Report, kind: str) -> dict:
     if report.live:
         return limit(kind)
+    if kind == "copy" and report.record["unit"] == "GB/s" and report.record["limit"]:
+        return report.record["limit"]
     file = _records() / slug(report.record["gpu"]) / f"{_LIMIT_RECORDS[kind]}.json"
     return json.loads(file.read_text(encoding="utf-8"))["limit"]
 
