@@ -439,6 +439,21 @@ def test_plot_says_what_where_and_in_which_units(records):
     assert all(lines["triton_gallery"].get_linewidth() > line.get_linewidth() for line in drawn[1:])
     assert len(ax.collections) == 3, "one band per provider"
     assert [label.get_text() for label in ax.get_xticklabels()] == ["256", "1024", "4096", "16384"]
+    assert {line.get_linestyle() for line in drawn} == {"-"}
+    plt.close("all")
+
+
+def test_plot_joins_no_shapes(records):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    report = benchmark.load("softmax-fp16")
+    rows = [row | {"x": f"{row['x']}×8"} for row in report.record["rows"]]
+    dataclasses.replace(report, record=report.record | {"rows": rows, "x_log": False}).plot()
+    ax = plt.gcf().axes[0]
+    drawn = [line for line in ax.lines if line.get_label() in RATES]
+    assert len(drawn) == 3 and {line.get_linestyle() for line in drawn} == {"None"}
+    # The spread of each point is a stroke of its own.
+    assert [len(strokes.get_segments()) for strokes in ax.collections] == [len(points) for points in RATES.values()]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["256×8", "1024×8", "4096×8", "16384×8"]
     plt.close("all")
 
 

@@ -236,7 +236,10 @@ class Report:
             rows = [row for row in r["rows"] if row["provider"] == name]
             at = [place[row["x"]] for row in rows]
             median, low, high = ([row[key] for row in rows] for key in FIGURES)
-            ax.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            if is_scale:
+                ax.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            else:
+                ax.vlines(at, low, high, color=style["color"])
             ax.plot(at, median, label=name, linestyle="-" if is_scale else "", **style)
         if r["limit"]:
             ax.axhline(r["limit"]["value"], color="#333333", linestyle="--", linewidth=1.2, label=self._limit()[0])
