@@ -2,7 +2,7 @@
 Matrix multiplication
 =====================
 
-We multiply matrices tile by tile, choose the order of the tiles, and let the epilogue ride along for free.
+We multiply matrices tile by tile, choose the order of the tiles, and let the epilogue ride along.
 
 You will learn:
 
@@ -45,9 +45,17 @@ for n in (64, 256, 1024, 4096):
     print(f"{n:5}³: {2 * n**3 / (3 * 2 * n * n):7.1f} operations per byte in float16")
 
 # %%
-# A GPU's own quotient, its peak rate of arithmetic divided by its bandwidth, is between one and several hundred
-# operations per byte for the matrix units of today. Below it, memory sets the time, and above it arithmetic does. The
-# *roofline* is this sentence as a formula:
+# A GPU has such a quotient, too: its peak rate of arithmetic divided by its bandwidth. With the matrix units of today
+# it is a hundred to several hundred operations per byte. Here it is for the GPU of our records, from the rates of a
+# large product and of a large copy:
+
+product, copy = (tg.benchmark.load(name).record for name in ("matmul-fp16", "vector-add-fp32"))
+quotient = 1000 * product["limit"]["value"] / copy["limit"]["value"]  # TFLOP/s over GB/s
+print(f"{product['gpu']}: {quotient:.0f} operations per byte in float16")
+
+# %%
+# At a lower intensity memory sets the time, and at a higher one arithmetic does. The *roofline* is this sentence as a
+# formula:
 #
 # .. math:: \text{rate} \le \min(\text{peak}, \ \text{intensity} \times \text{bandwidth})
 #
@@ -96,10 +104,12 @@ torch.testing.assert_close(matmul_in_tiles(a, b, 16, 16, 32), a @ b)
 # First rung: one tile, all of K at once
 # --------------------------------------
 #
-# We climb to the library's kernel in three steps. The first one has no loop at all. A program loads its rows and its
-# columns whole and multiplies them with `tl.dot`, which is what reaches the matrix unit. Two blocks of indices, one
-# turned into a column by `[:, None]` and one into a row by `[None, :]`, make a two-dimensional block of addresses:
-# element :math:`(m, k)` of a matrix lies at its first element plus :math:`m` times the row stride plus :math:`k`.
+# We climb to the library's kernel in three steps; two more, at the end, are for one GPU alone. The first one has no
+# loop at all. A program loads its rows and its columns whole and multiplies them with `tl.dot`, which is what reaches
+# the matrix unit. Their common side has to be at least 16 long, and the sums come out in float32. Two blocks of
+# indices, one turned into a column by `[:, None]` and one into a row by `[None, :]`, make a two-dimensional block of
+# addresses: element :math:`(m, k)` of a matrix lies at its first element plus :math:`m` times the row stride plus
+# :math:`k`.
 
 
 @triton.jit
@@ -127,16 +137,18 @@ torch.testing.assert_close(whole_k_matmul(a, b), a @ b)
 
 # %%
 # Masked lanes reach the product, so `other=0.0` matters here: a zero adds nothing to a sum. The kernel is right, and it
-# stops working at some :math:`K`, when a program's rows and columns no longer fit into the chip's shared memory. It
-# also compiles again for each power of two.
+# stops working at some :math:`K`. Blocks that are multiplied pass through shared memory, because each thread needs
+# numbers that others have loaded, and at some length a program's rows and columns no longer fit there. It also compiles
+# again for each power of two.
 
 # %%
 # Second rung: walk along K
 # -------------------------
 #
-# With the loop from the Python version, the memory a program needs does not depend on :math:`K` any more. The blocks
-# of addresses move on by one step in each round. The sums are float32 although the inputs are float16: a sum of
-# thousands of products needs the digits. They are rounded once, at the end.
+# With the loop from the Python version, the memory a program needs does not depend on :math:`K` any more. The blocks of
+# addresses move on by one step in each round. The sums are float32 although the inputs are float16: a sum of thousands
+# of products needs the digits. They are rounded once, at the end; `tl.store` would do so even without `.to`, as it did
+# in the first rung.
 
 
 @triton.jit
@@ -169,14 +181,44 @@ def tiled_matmul(a, b):
 torch.testing.assert_close(tiled_matmul(a, b), a @ b)
 
 # %%
+# `tg.trace` of page one shows what a single program does. Here is program 4 of a product with :math:`K = 96`, which is
+# three steps. In each it loads a block of :math:`A` and one of :math:`B`; its tile it stores once, at the end.
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+matrices = torch.randn(64, 96, device=DEVICE).half(), torch.randn(96, 96, device=DEVICE).half()
+out = torch.empty(64, 96, dtype=torch.float16, device=DEVICE)
+trace = tg.trace(tiled_kernel, (6,), *matrices, out, 64, 96, 96, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32)
+torch.testing.assert_close(out, matrices[0] @ matrices[1])
+
+figure, axes = plt.subplots(1, 3, figsize=(8, 3), layout="constrained")
+figure.suptitle("What program 4 of 6 touches: a strip of A, a strip of B, and one tile of the result")
+panels = {"a_ptr": ("A", 64, "k", "m"), "b_ptr": ("B", 96, "n", "k"), "out_ptr": ("result", 64, "n", "m")}
+for ax, (argument, (name, n_rows, across, down)) in zip(axes, panels.items(), strict=True):
+    mine = [access for access in trace.accesses if access.argument == argument and access.program[0] == 4]
+    for step, access in enumerate(mine):
+        rows, cols = np.divmod(access.hits, 96)
+        box = (cols.min(), rows.min()), np.ptp(cols) + 1, np.ptp(rows) + 1
+        label, color = (f"step {step}", "#BBD9EC") if access.kind == "load" else ("tile", "#E69F00")
+        ax.add_patch(plt.Rectangle(*box, facecolor=color, edgecolor="white"))
+        ax.text(cols.mean() + 0.5, rows.mean() + 0.5, label, ha="center", va="center", color="black", fontsize="small")
+    ax.set(title=name, xlabel=across, ylabel=down, xlim=(0, 96), ylim=(n_rows, 0), aspect="equal")
+    ax.set(xticks=range(0, 97, 32), yticks=range(0, n_rows + 1, 32))
+plt.show()
+
+# %%
+# The tile is 32 rows of :math:`A` times 32 columns of :math:`B`, and both are paid for once, for all its 1024 results.
+
+# %%
 # Programs are neighbours in time
 # -------------------------------
 #
 # Even the largest tile of the list above stays below the intensity that a matrix unit asks of the memory. What closes
 # the gap is the L2 cache. Two programs in the same row of tiles read the same rows of :math:`A`; if they run at the
-# same time, the second one finds them in L2. Programs start in the order of their numbers, as many at a time as the GPU
-# has room for. So the map from number to tile decides what the running programs have in common, and we are free to
-# choose it.
+# same time, the second one finds them in L2. As a rule programs start in the order of their numbers, as many at a time
+# as the GPU has room for. Nothing promises it, so a result must never depend on it; but speed may. The map from number
+# to tile decides what the running programs have in common, and we are free to choose it.
 #
 # The tiled kernel goes row by row. A *grouped* order goes down a few rows of tiles before it moves one column to the
 # right. This is the map that the library uses:
@@ -185,7 +227,8 @@ torch.testing.assert_close(tiled_matmul(a, b), a @ b)
 
 # %%
 # We count what each order needs, first for 12 × 12 tiles of which 16 are computed at a time. Every row of tiles among
-# the 16 needs a strip of :math:`A`, and every column a strip of :math:`B`.
+# the 16 needs a strip of :math:`A`, and every column a strip of :math:`B`. (Without a GPU NumPy warns: the lanes behind
+# the last tile divide by 0 there. They are masked.)
 
 
 @triton.jit
@@ -229,14 +272,15 @@ for group in (1, 8):
 # The kernel that the library runs
 # --------------------------------
 #
-# The third rung is the kernel that `triton_gallery.matmul` launches on every GPU. It adds what a library needs: any
+# The third rung is the kernel that `triton_gallery.matmul` has for every GPU. It adds what a library needs: any
 # strides, a batch, 64-bit offsets, a bias and an activation. The loop in its middle is still ours.
 
 # quote: triton_gallery.matmul._activate
 # quote: triton_gallery.matmul._matmul_kernel
 
 # %%
-# Launched on two matrices, without the extras:
+# Launched on two matrices, without the extras. One `None` is in the place of a bias, the other in that of a second
+# output. Behind the sizes and the strides of both matrices stand the bias's stride and a batch of one matrix.
 
 
 def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
@@ -256,9 +300,6 @@ def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
 # The count above trusted our formula. Now we let the whole kernel run and watch it. `tg.trace` of page one tells us,
 # for each of 12 × 12 programs, the tile that it stores and the rows of :math:`A` and columns of :math:`B` that it loads
 # for it. We do this for both orders.
-
-import matplotlib.pyplot as plt
-import numpy as np
 
 a, b = torch.randn(192, 32, device=DEVICE).half(), torch.randn(32, 192, device=DEVICE).half()
 traces = {}
@@ -316,8 +357,8 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 # %%
 # The kernel does what the formula promised. Row by row, each tile fetches a strip of :math:`B`: when a row of tiles
 # begins anew, its first strip has left the cache to make room for the last. In groups, four tiles use a strip of
-# :math:`B` while it is there, and the four strips of :math:`A` never leave. All of :math:`A` and :math:`B` twice over
-# is what they fetch in the end, against more than six times.
+# :math:`B` while it is there, and the four strips of :math:`A` never leave: :math:`A` is fetched once, and :math:`B`
+# once by each of the three groups. That is twice as many strips as there are, against more than six times as many.
 
 # %%
 # What the hard lines are for
@@ -327,23 +368,26 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   batch has any number of dimensions, each with its own stride, so `batch_shape` is a tuple: the loop over it is
 #   unrolled when the kernel is compiled, as often as the tuple is long. A stride of 0 repeats a matrix without copying
 #   it.
-# - `rows % M` replaces a mask. The last tiles reach past the end, and their surplus rows wrap round to rows that
-#   exist: the loads are valid, the products are computed and thrown away by the mask of the store. In the loop, where
-#   the time goes, nothing is left to check.
+# - `rows % M` replaces a mask. The last tiles reach past the end, and their surplus rows wrap round to rows that exist:
+#   the loads are valid, the products are computed and thrown away by the mask of the store. In the loop, where the time
+#   goes, nothing but the end of :math:`K` is left to check.
 # - `a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak` is where a tile of :math:`A` lies. Element
 #   :math:`(m, k)` of any matrix is :math:`m` row strides and :math:`k` column strides behind the first, whether it is
 #   dense, cut out of a larger one or transposed, which exchanges the two. A step along :math:`K` is an addition to all
 #   of them.
 # - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
-#   that addresses follow each other, and a remainder hides that. If :math:`M` is a multiple of 16, runs of 16 stay
-#   whole.
+#   that addresses follow each other, and a remainder hides that. If :math:`M` is a multiple of 16, which the launcher
+#   says with `ALIGN_M`, runs of 16 stay whole.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = tl.dot(a, b, acc, ...)` adds onto the sums in place. `INPUT_PRECISION` is about float32 alone: "ieee"
 #   multiplies it as it is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs
-#   to 10 bits of mantissa first.
+#   to 10 bits of mantissa first. `MAX_NUM_IMPRECISE_ACC` is about float8 alone: after so many products, sums that the
+#   matrix unit keeps with fewer bits are added to those in float32.
 # - The loop has no barrier and no mention of shared memory. The compiler puts `num_stages` tiles there in advance, so
 #   that the copies for the next rounds are under way while the matrix unit works on this one. More stages hide more of
-#   the memory's latency, and take room from larger tiles.
+#   the memory's latency, and take room from larger tiles. `num_stages` is a matter of the launch, as `num_warps` is;
+#   `my_matmul` leaves it at Triton's 3.
+# - `pre_ptr` is for the gradient: GELU's, for example, needs the sums as they were before the activation.
 # - `offs_k`, the rows and the batch are 64-bit numbers before they meet a stride, because a matrix may have more than
 #   :math:`2^{31}` elements.
 
@@ -401,20 +445,21 @@ print("chosen:", tuned_kernel.best_config.kwargs)
 # %%
 # The price is paid at the first launch for each key: every configuration is compiled and run many times. A model whose
 # lengths change all the time would tune all the time, unless the key is a rounded length. The library does without. Its
-# `_config` is a rule of a few lines, made from measurements: nothing is tried in a first call, and everybody gets the
-# same kernel, with the same bits. The third chapter of the guide has more about tuning.
+# `_config` is a rule of a few lines, made from measurements: nothing is tried in a first call, and everybody with the
+# same GPU gets the same kernel, with the same bits. There is more about tuning in the guide's chapter *"Hello, World!"
+# and the programming model*.
 
 # %%
 # From a kernel to a function
 # ---------------------------
 #
-# `triton_gallery.matmul` takes what `torch.matmul` takes: vectors, batches that broadcast, any strides, sizes of zero.
-# It chooses the tile from the shape. And it is differentiable, for which there is nothing new to write. With
-# :math:`G` for the gradient that arrives,
+# `triton_gallery.matmul` takes the shapes that `torch.matmul` takes: vectors, batches that broadcast, any strides,
+# sizes of zero. It chooses the tile from the shape. And it is differentiable, for which there is no new kernel to
+# write. With :math:`G` for the gradient that arrives,
 #
 # .. math:: \frac{\partial L}{\partial A} = G B^{\mathsf T} \qquad \frac{\partial L}{\partial B} = A^{\mathsf T} G
 #
-# which are products again, of transposed matrices. The kernel reads those by their strides; nothing is copied.
+# which are products again, of transposed matrices. Transposing copies nothing: it exchanges two strides.
 
 weights = torch.randn(48, 40, device=DEVICE, requires_grad=True)
 bias = torch.randn(40, device=DEVICE, requires_grad=True)
@@ -465,8 +510,9 @@ for shape in ((4096, 4096, 4096), (4096, 4096, 512)):
 # %%
 # Two things are new besides the descriptors. The kernel is *persistent*: we launch as many programs as there are
 # multiprocessors, and each computes one tile after another, so that the start of a tile overlaps the end of the one
-# before. And the epilogue splits the tile into halves, because a whole one would not leave enough shared memory for
-# the copies under way. It runs here, too:
+# before. And the epilogue splits the tile into halves, because a whole one would not leave enough shared memory for the
+# copies under way. It runs here, too, with four programs. (Its matrices have three dimensions, the first for a batch,
+# here of one.)
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -487,8 +533,8 @@ torch.testing.assert_close(out, a @ b)
 # three others multiply and store, and barriers in shared memory tell each side when a tile has come or may go. Copies
 # then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is
 # written in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are
-# those of this page. The library takes it on Hopper for all but small products, and the kernel above where Gluon is
-# missing.
+# those of this page. The library takes it on Hopper for numbers of 16 or 8 bits, if the product is neither small nor
+# thin, and the kernel above where Gluon is missing. For all else the third rung is there.
 
 # %%
 # How close to the matrix unit's limit?
@@ -569,8 +615,9 @@ report_fp8
 # What each rung is worth
 # -----------------------
 #
-# Back to the ladder, now with a clock. Between the second rung and the third, two things changed at once, the tile and
-# the order, so we take them one at a time. `my_matmul` has a parameter for each.
+# Back to the ladder, now with a clock. Between the second rung and the third, two things changed above all, the tile
+# and the order, so we take them one at a time. `my_matmul` has a parameter for each. (Smaller changes come with the
+# tile: the third rung's loop has fewer masks, and 64 numbers of :math:`K` in a step for 32.)
 #
 # - *All of K at once*: tiles of 32 × 32. With :math:`K = 1024` the rows and columns of a program fill 128 KiB of shared
 #   memory. Twice that is more than a multiprocessor of Hopper has, and the rung breaks.
@@ -610,11 +657,11 @@ for name, tile, programs, group in (
     print(f"{name:34}{programs * tile / n_strips:11.0f}{tile / 2:10.0f}")
 
 # %%
-# Memory is not what holds the small tiles back. Their programs share so much that each byte from memory serves more
-# than a hundred operations already. It is the second door: L2 is faster than memory, but not ten times as much. Large
-# tiles widen that door, which no order of tiles can do. The order works at the first one. There it is worth most where
-# the door is narrow, with larger matrices, a smaller cache or a slower memory, so in this chart we should expect little
-# of it.
+# This is the best that memory can see, with all running programs at the same step. It is not what holds the small tiles
+# back: their programs share so much that each byte from memory serves more than a hundred operations already. It is the
+# second door: L2 is faster than memory, but not ten times as much. Large tiles widen that door, which no order of tiles
+# can do. The order works at the first one. There it is worth most where the door is narrow, with larger matrices, a
+# smaller cache or a slower memory, so in this chart we should expect little of it.
 
 
 @tg.benchmark.perf_report(
@@ -653,14 +700,18 @@ ladder
 # %%
 # The walk along :math:`K` lets the ladder reach every size, because what a program needs on the chip no longer grows
 # with :math:`K`. Speed comes with the large tile, :measured:`matmul-ladder-fp16: large tiles / a walk along K at 4096`
-# of the rate at 4096³, in two ways. It needs a quarter of the bytes from L2. And on Hopper
-# it gives us another instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to make do with the older
-# `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it has to wait for them. The order
-# of tiles gains nothing as long as L2 holds whatever the order is, and the more the larger the matrices become:
+# of the rate at 4096³, in two ways. It needs a quarter of the bytes from L2. And on Hopper it gives us another
+# instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to make do with the older `mma`. From here on
+# the matrix unit sets the pace, and rungs differ in how seldom it has to wait for them. The order of tiles gains
+# nothing as long as L2 holds whatever the order is. The larger the matrices become, the more it gains, and more than we
+# expected where the count says that memory keeps up with either order:
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` at 4096³,
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³ and
-# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. (To compare
-# torch and the library, trust the sweep above, which measures them in three rounds, in alternating order.)
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. Real programs do not walk in
+# step, and what one has fetched may have left the cache when its neighbour comes for it. The small tiles fall back as
+# well: at 4096³ their rate is :measured:`matmul-ladder-fp16: a walk along K at 4096`, at 8192³, where each matrix is
+# larger than L2, :measured:`matmul-ladder-fp16: a walk along K at 8192`. (To compare torch and the library, trust the
+# sweep above, which measures them in three rounds, in alternating order.)
 
 # %%
 # Over the ridge
@@ -673,7 +724,7 @@ rates = report_fp16.series("triton_gallery")
 tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 512, 1024, 2048, 4096, 8192)})
 
 # %%
-# Follow the points from the left. The small ones lie far below the slope, held back by the launch and by too few tiles
+# Follow the points from the left. The small ones lie far below the roof, held back by the launch and by too few tiles
 # to keep all multiprocessors busy; so does the first one behind the ridge. From there on the matrix unit is what limits
 # us. More intensity does not help any more, and a little less traffic would not be noticed.
 
@@ -685,10 +736,11 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # as good as no bytes, and each number of the weights serves two operations per row: we are back on the slope, at an
 # intensity of about :math:`M`, and reading the weights at the rate of a copy is all that can be asked. A tile has at
 # least 16 rows, most of which compute nothing; that is free as long as memory is what we wait for. What counts is how
-# many bytes a multiprocessor has on its way. The library takes tiles of :math:`16 \times 64`, which walk along
-# :math:`K` in four stages of 256 numbers, and so has 128 KiB of the weights under way at a time.
+# many bytes a multiprocessor has on its way. Up to 16 rows the library's tiles on Hopper are :math:`16 \times 64` and
+# walk along :math:`K` in four stages of 256 numbers, so that a program has 128 KiB of the weights under way at a time.
 #
-# Here a layer of 4096 outputs and 14336 inputs gets one row after another, and the rate is that of all bytes.
+# Here a layer of 4096 outputs and 14336 inputs gets one row, then two, four and so on, and the rate is that of all
+# bytes. (4096 outputs are 64 such tiles, too few for the GPU, so :math:`K` is cut in two, as we do below the table.)
 
 
 @tg.benchmark.perf_report(
@@ -723,6 +775,9 @@ report_thin.plot()
 report_thin
 
 # %%
+# On the right the curves fall, as they must: with some hundred rows the intensity passes the ridge, and from there on
+# it is arithmetic that takes the time.
+#
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
 # 128 × 128, and 116 of 132 multiprocessors would have nothing to do. So we cut :math:`K` into parts (*split K*). Every
 # part of every tile has a program, which leaves its sums in memory, in float32, and a second kernel adds up the parts:
@@ -854,10 +909,12 @@ a, b = torch.empty(2, n, n, dtype=torch.float16, device="meta")
 tg.codegen.inspect(tg.matmul, a, b)
 
 # %%
-# The sums fill the registers: 128 × 256 of them in float32, over 256 threads, are 128 registers for each, half of what
-# a thread can have. This is why a tile cannot grow for ever. Nothing is spilled to memory.
+# The sums fill the registers. In the first line, which has tiles of 128 × 128 and 256 threads, they are 64 of a
+# thread's registers. With a tile of 128 × 256 on Hopper the 256 threads that multiply hold 128 sums each, half of what
+# a thread can have. (The 168 of the table are those with which all 384 threads start. Then the ones that only start
+# copies hand over most of theirs.) This is why a tile cannot grow for ever. Nothing is spilled to memory.
 #
-# Here is the first kernel of this page line by line, for Ampere. In TTIR, `tl.dot` is one operation on whole tiles.
+# Here is the first kernel of the table line by line, for Ampere. In TTIR, `tl.dot` is one operation on whole tiles.
 # TTGIR gives its operands a layout of their own, `#ttg.dot_op`, and its sums another, `#mma`. In PTX `ldmatrix` brings
 # the operands from shared memory in that layout, and `mma.sync` multiplies 16 × 16 by 16 × 8 numbers at a time.
 
@@ -872,11 +929,12 @@ for report in (report_fp16, report_bf16, report_fp8):
     print(report.summary())
 
 # %%
-# Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred
-# multiprocessors, and each walks along :math:`K` in a handful of steps. In the middle, the steps in the curve are
-# *waves*. When 132 multiprocessors have 144 tiles to compute, 120 of them wait in the second round for the other 12.
-# The choice of tile works against that, and cannot always win; cuBLAS chooses among many more tiles than we do. At
-# 1024³ our rate is :measured:`matmul-fp16: triton_gallery / torch at 1024` torch's.
+# Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred multiprocessors,
+# and each walks along :math:`K` in a handful of steps. In the middle, the steps in the curve are *waves*. When 132
+# multiprocessors have 144 tiles to compute, 120 of them wait in the second round for the other 12. The choice of tile
+# works against that, and cannot always win; cuBLAS chooses among many more tiles than we do. At 1536³, which is 144
+# tiles of 128 × 128, our rate is :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's, at 1024³
+# :measured:`matmul-fp16: triton_gallery / torch at 1024`.
 #
 # Large products are limited by the matrix unit and by the power it may draw. There is little left to gain, and a good
 # kernel and a very good library meet. Our rate over torch's is
@@ -892,14 +950,15 @@ for report in (report_fp16, report_bf16, report_fp8):
 # reaches it.
 #
 # A thin product runs at the rate of its weight, ours at :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of
-# torch's rate for one row and :measured:`matmul-thin-fp16: triton_gallery / torch at 64` for 64. For one row this is
-# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of a copy's rate. 117 MB are read so quickly that the
-# launch, the first loads and the sum of the parts are a good part of the time.
+# torch's rate for one row; the lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`.
+# For one row this is :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of a copy's rate. But that is the copy
+# of a gibibyte. 117 MB are read so quickly that what does not grow with them counts: the launch, the first loads, the
+# sum of the parts.
 #
-# With a long :math:`K` we lose. At the end of the sweep it is
-# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of torch's rate, with :math:`K = 4096`
-# :measured:`matmul-long-fp16: triton_gallery / torch at 4096`. Two launches, the second of which waits for the first,
-# are a high price for so little work.
+# With a long :math:`K` we are at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of torch's rate at the
+# end of the sweep, and at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` with :math:`K = 4096`. Two
+# launches, the second of which waits for the first, are a high price for so little work. With :math:`K = 1024`, which
+# is not cut, it is :measured:`matmul-long-fp16: triton_gallery / torch at 1024`.
 #
 # With odd sides the copies pay from about 1000 on: at 4095³ our rate is
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095` torch's. `torch.compile` pads, too, and is ahead there: we
@@ -910,7 +969,8 @@ for report in (report_fp16, report_bf16, report_fp8):
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
 # other one at 1024³, where a launch counts. In larger products they save a trip to memory and cost the matrix unit a
 # pause, since warps that compute an epilogue do not multiply. At 4096³ it is
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`.
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`, at 8192³
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`.
 
 # %%
 # Break it: forget the short group
@@ -1034,8 +1094,9 @@ torch.testing.assert_close(sums.sum(dim=1), (a.float() @ b.float()).sum(dim=1), 
 # Solution 3: a single row
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# A program owns a block of columns and walks along :math:`K`. It moves all of :math:`B` once, :math:`s K N` bytes, for
-# :math:`2 K N` operations: memory sets the time, and the matrix unit could not help.
+# A program owns a block of columns and walks along :math:`K`. Together they move all of :math:`B` once, :math:`s K N`
+# bytes, for :math:`2 K N` operations: memory sets the time, and the matrix unit could not help. Each of the four reads
+# the whole row of :math:`A`, which is little.
 
 
 @triton.jit
@@ -1076,4 +1137,4 @@ assert trace.bytes_loaded("b_ptr") == b.nbytes and trace.bytes_loaded("a_ptr") =
 
 print(tg.benchmark.environment())
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 3
