@@ -194,7 +194,11 @@ torch.testing.assert_close(out, matrices[0] @ matrices[1])
 
 figure, axes = plt.subplots(1, 3, figsize=(8, 3), layout="constrained")
 figure.suptitle("What program 4 of 6 touches: a strip of A, a strip of B, and one tile of the result")
-panels = {"a_ptr": ("A", 64, "k", "m"), "b_ptr": ("B", 96, "n", "k"), "out_ptr": ("result", 64, "n", "m")}
+panels = {
+    "a_ptr": ("A", 64, "column k", "row m"),
+    "b_ptr": ("B", 96, "column n", "row k"),
+    "out_ptr": ("result", 64, "column n", "row m"),
+}
 for ax, (argument, (name, n_rows, across, down)) in zip(axes, panels.items(), strict=True):
     mine = [access for access in trace.accesses if access.argument == argument and access.program[0] == 4]
     for step, access in enumerate(mine):

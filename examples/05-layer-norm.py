@@ -673,7 +673,7 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # statistics and once for the result, and what that costs is up to the L2 cache, which all rows under way share. As long
 # as it holds them, the second reading does not reach the memory, and two trips are still two. When they outgrow it,
 # there is a third trip, which leaves two thirds of a copy's rate. If there are two programs on each of 132
-# multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 50.
+# multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
 
 
 @tg.benchmark.perf_report(
