@@ -915,8 +915,8 @@ tg.codegen.inspect(tg.matmul, a, b)
 # %%
 # The sums fill the registers. In the first line, which has tiles of 128 × 128 and 256 threads, they are 64 of a
 # thread's registers. With a tile of 128 × 256 on Hopper the 256 threads that multiply hold 128 sums each, half of what
-# a thread can have. (The 168 of the table are those with which all 384 threads start. Then the ones that only start
-# copies hand over most of theirs.) This is why a tile cannot grow for ever. Nothing is spilled to memory.
+# a thread can have. (The table's number for Hopper is what all threads start with. Then those that only start copies
+# hand over most of theirs.) This is why a tile cannot grow for ever. Nothing is spilled to memory.
 #
 # Here is the first kernel of the table line by line, for Ampere. In TTIR, `tl.dot` is one operation on whole tiles.
 # TTGIR gives its operands a layout of their own, `#ttg.dot_op`, and its sums another, `#mma`. In PTX `ldmatrix` brings
