@@ -959,10 +959,10 @@ for report in (report_fp16, report_bf16, report_fp8):
 # of a gibibyte. 117 MB are read so quickly that what does not grow with them counts: the launch, the first loads, the
 # sum of the parts.
 #
-# With a long :math:`K` we are at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of torch's rate at the
-# end of the sweep, and at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` with :math:`K = 4096`. Two
-# launches, the second of which waits for the first, are a high price for so little work. With :math:`K = 1024`, which
-# is not cut, it is :measured:`matmul-long-fp16: triton_gallery / torch at 1024`.
+# With a long :math:`K` torch is ahead. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of
+# torch's rate at the end of the sweep, and at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` with
+# :math:`K = 4096`. Two launches, the second of which waits for the first, are a high price for so little work. With
+# :math:`K = 1024`, which is not cut, it is :measured:`matmul-long-fp16: triton_gallery / torch at 1024`.
 #
 # With odd sides the copies pay from about 1000 on: at 4095³ our rate is
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095` torch's. `torch.compile` pads, too, and is ahead there: we
