@@ -215,12 +215,32 @@ def test_configs_are_few():
         assert len(configs) <= 3
 
 
-@pytest.mark.parametrize("N", [1024, 4096, 14336])
-def test_pointer_configs_on_hopper_are_few(N):
+@pytest.mark.parametrize("K", [512, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("N", [16, 64, 128, 256, 512, 1024, 1536, 4096, 6144, 11008, 14336, 32000])
+def test_plans_on_hopper_are_few(N, K):
+    """Whatever the number of rows, three compilations of each kernel."""
     meta = torch.device("meta")
-    row_counts = [M for M in (*range(1, 300), 512, 4096) if not matmul_plan._is_large(M, N, 4096, 1, meta)]
-    configs = {tuple(matmul_plan._pointer_config(M, N, 4096, 1, 2, meta)[1].values()) for M in row_counts}
-    assert len(configs) <= 3
+    specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
+    compiled = {"pointer": set(), "specialized": set(), "parts": set()}
+    for M in (*range(1, 300), *range(300, 5000, 70), 8192, 9000, 16384):
+        if matmul_plan._is_large(M, N, K, 1, meta):
+            n_parts, _, config = specialized._config(M, N, K, 1, 2, False, meta)
+            compiled["specialized" if n_parts == 1 else "parts"].add(tuple(config.values()))
+        else:
+            n_parts, config = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
+            compiled["pointer"].add((n_parts > 1, *config.values()))
+    assert all(len(configs) <= 3 for configs in compiled.values())
+
+
+def test_row_counts_share_compilations():
+    row_counts = [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 129, 200, 255, 256, 384]
+    row_counts += [500, 700, 1000, 1024, 1536, 2048, 4096, 8192]
+    b = torch.empty(16384, 512, device="meta", dtype=torch.float16)
+    calls = [(tg.matmul, (torch.empty(M, 16384, device="meta", dtype=torch.float16), b), {}, False) for M in row_counts]
+    outcomes = tg.codegen._compile(tg.codegen._pack(calls, ("sm_90",)))
+    compiled = {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}
+    names = [name for name, _ in compiled]
+    assert len(row_counts) == 32 and set(map(names.count, names)) <= {1, 2, 3}
 
 
 @pytest.mark.gpu
@@ -269,7 +289,6 @@ def test_copies_for_tma_hold_the_same_numbers(sizes, transposed):
     x = x.t() if transposed else x
     copy = matmul_plan._aligned(x)
     assert torch.equal(copy, x) and can_address(copy, 0) and not can_address(x, 0)
-    assert matmul_plan._aligned(random(4, 6, 8, dtype=torch.float16)[..., ::2, ::2][0]) is None
 
 
 # K that is cut into parts or not; thin, small and large; rows that TMA can address, and rows that it cannot.
@@ -288,6 +307,9 @@ ON_HOPPER = [
     (1023, 1025, 2049),
     (2000, 130, 4097),
     (512, 1001, 8192),
+    (511, 511, 511),
+    (384, 2048, 4096),
+    (700, 3072, 16384),
     (64, 1001, 16384),
 ]
 
@@ -758,6 +780,25 @@ def test_every_tile_of_the_tma_kernels_matches_torch(tma, layout, monkeypatch):
         assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
         first, _ = run_tma(tma, a, b)
         assert all(torch.equal(run_tma(tma, a, b)[0], first) for _ in range(20))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+def test_every_tile_stores_rows_that_tma_cannot_address(layout, monkeypatch):
+    specialized = hopper.load("matmul_specialized") if is_hopper(DEVICE) else None
+    if specialized is None:
+        pytest.skip("needs a Hopper GPU")
+    M, N, K = 1001, 777, 520
+    bias = random(N, dtype=torch.float16)
+    a = random(K, M, dtype=torch.float16).t() if layout[0] == "t" else random(M, K, dtype=torch.float16)
+    b = random(N, K, dtype=torch.float16).t() if layout[1] == "t" else random(K, N, dtype=torch.float16)
+    wide = [x.double() for x in (a, b, bias)]
+    a, b = map(matmul_plan._aligned, (a, b))
+    for tile in specialized._TILES:
+        monkeypatch.setattr(specialized, "_TILES", (tile,))
+        out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
+        assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)
+        assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
 
 
 @pytest.mark.gpu

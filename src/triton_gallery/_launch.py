@@ -726,6 +726,15 @@ def cuda_arch(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def pdl(device: torch.device) -> dict[str, bool]:
+    """Options that let a launch begin before the kernel ahead of it has ended: *programmatic dependent launch*.
+
+    NVIDIA GPUs have it from Hopper on. The kernel ahead says by `gdc_launch_dependents` that it may, and this one waits
+    by `gdc_wait` before it reads what the other wrote.
+    """
+    return {"PDL": True, "launch_pdl": True} if cuda_arch(device) >= 90 else {}
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether kernels that use what only sm_90 has can run on (or be compiled for) `device`."""
     return cuda_arch(device) == 90

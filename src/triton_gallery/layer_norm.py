@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import hopper
 from ._launch import (
@@ -23,6 +24,7 @@ from ._launch import (
     num_multiprocessors,
     one_by_one,
     operator,
+    pdl,
     replayed,
     scratch,
 )
@@ -215,6 +217,7 @@ def _layer_norm_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Program (j, i) owns columns j * BLOCK_N to (j + 1) * BLOCK_N of every n_programs-th tile of BLOCK_M rows.
 
@@ -261,6 +264,8 @@ def _layer_norm_bwd_kernel(
         tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         dw += dy * x_hat
         db += dy
+    if PDL:
+        gdc_launch_dependents()
     if dw_partial_ptr is not None:
         tl.store(dw_partial_ptr + program * n_cols + cols, tl.sum(dw, axis=0), mask=col_mask)
     if db_partial_ptr is not None:
@@ -315,12 +320,15 @@ def _layer_norm_bwd_dwdb_kernel(
     n_cols,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Program j owns columns j * BLOCK_N to (j + 1) * BLOCK_N: the sum of all partial rows, in one fixed order."""
     partials = tl.arange(0, BLOCK_P).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offsets = partials[:, None] * n_cols + cols[None, :]
     mask = (partials < n_partials)[:, None] & (cols < n_cols)[None, :]
+    if PDL:
+        gdc_wait()
     if dw_ptr is not None:
         dw = tl.sum(tl.load(dw_partial_ptr + offsets, mask=mask, other=0.0), axis=0)
         tl.store(dw_ptr + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < n_cols)
@@ -470,6 +478,7 @@ def _sum_partials(
         _layer_norm_bwd_dwdb_kernel, (cdiv(n_cols, _DWDB_COLS),),
         dw_partial, db_partial, None if dw_partial is None else dw, None if db_partial is None else db,
         n_partials, n_cols, BLOCK_P=next_power_of_2(max_programs), BLOCK_N=_DWDB_COLS, num_warps=8,
+        **pdl(partial.device),
     )  # fmt: skip
 
 
@@ -521,7 +530,7 @@ def _layer_norm_bwd(
     launch(
         _layer_norm_bwd_kernel, (n_col_blocks, n_programs),
         dy, x, weight, mean, rstd, row_means, dx, dw_partial, db_partial, *shapes_and_strides,
-        BLOCK_M=block_m, BLOCK_N=block_n, NUM_STAGES=3, num_warps=num_warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, NUM_STAGES=3, num_warps=num_warps, PDL="PDL" in pdl(x.device),
     )  # fmt: skip
     _sum_partials(dw_partial, db_partial, dw, db, max_programs)
     return dx, dw, db

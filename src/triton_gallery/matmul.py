@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import hopper
 from ._launch import (
@@ -28,6 +29,7 @@ from ._launch import (
     num_multiprocessors,
     one_by_one,
     operator,
+    pdl,
     replayed,
 )
 
@@ -95,9 +97,12 @@ def _matmul_kernel(
     ACTIVATION: tl.constexpr = None,
     INPUT_PRECISION: tl.constexpr = "ieee",
     MAX_NUM_IMPRECISE_ACC: tl.constexpr = None,
+    PDL: tl.constexpr = False,
 ):
     """Program i owns one BLOCK_M × BLOCK_N tile of one matrix of the batch: out = activation(a @ b + bias)."""
     ACC_DTYPE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
+    if PDL:
+        gdc_launch_dependents()
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_m, tile_n = _grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
@@ -280,6 +285,7 @@ def launch_tiles(
         # Only where a runs along M do wide loads need to know that M is a multiple of 16.
         ALIGN_M=16 if a.stride(-2) == 1 and M % 16 == 0 else 1,
         ACTIVATION=activation,
+        PDL="PDL" in pdl(a.device),
         INPUT_PRECISION="tf32" if reduced and a.dtype == torch.float32 and not is_amd(a.device) else "ieee",
         # Hopper's matrix unit keeps sums of float8 products in fewer than 24 bits: add 128 at a time in float32.
         MAX_NUM_IMPRECISE_ACC=min(128, config["BLOCK_K"]) if a.dtype in _FLOAT8 and not reduced else None,

@@ -6,6 +6,7 @@ and dy, and the weight, live in shared memory, where the next rows arrive while 
 """
 
 import torch
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .._launch import cdiv, launch
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
@@ -146,6 +147,7 @@ def _layer_norm_bwd_resident_kernel(
         step += 1
         row += n_programs
     async_copy.wait_group(0)
+    gdc_launch_dependents()
     for c in gl.static_range(N_CHUNKS):
         offsets = program * n_cols + c * CHUNK + cols
         if dw_partial_ptr is not None:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, scratch
+from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, pdl, scratch
 from ..matmul import _activate, launch_tiles, loads_are_wide
 from . import load
 from .matmul import FLOAT8, can_address, is_transposed
@@ -24,7 +25,7 @@ from .matmul import FLOAT8, can_address, is_transposed
 _BYTES_PER_US = 4e6  # of the whole GPU
 _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64
-_SUM_US = 4  # to start a second kernel
+_SUM_US = 2.5  # to start a second kernel
 _MAX_PARTS = 32
 
 
@@ -44,6 +45,7 @@ def _sum_parts_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     ACTIVATION: tl.constexpr = None,
+    PDL: tl.constexpr = False,
 ):
     """Program i owns the i-th tile, row by row, of activation(the sum of all parts + bias)."""
     tiles_n = tl.cdiv(n_cols, BLOCK_COLS)
@@ -52,6 +54,8 @@ def _sum_parts_kernel(
     mask = (rows < n_rows) & (cols < n_cols)
     part_ptrs = part_ptr + rows * part_row_stride + cols
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
+    if PDL:
+        gdc_wait()
     for first in range(0, n_parts, 4):
         # Four loads at a time are on their way; a part that does not exist adds 0.
         for i in tl.static_range(4):
@@ -84,6 +88,7 @@ def _sum_parts(
         parts, bias, out, pre, n_parts, n_rows, n_cols, parts.stride(0), parts.stride(1), out.stride(-2),
         0 if bias is None else bias.stride(0),
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, ACTIVATION=activation, num_warps=4,
+        **pdl(out.device),
     )  # fmt: skip
 
 
@@ -135,6 +140,11 @@ def in_parts(multiply: Callable, n_parts: int, row_step: int, a, b, bias, out, p
     _sum_parts(parts, bias, out, pre, activation)
 
 
+def memory_us(M: int, N: int, K: int, itemsize: int) -> float:
+    """How long it takes to read a and b once."""
+    return (M * K + K * N) * itemsize / _BYTES_PER_US
+
+
 def possible_parts(K: int, n_tiles: int, device: torch.device) -> Iterator[int]:
     """Numbers of equal parts of K, none too short, for which the whole GPU at once has room."""
     yield 1
@@ -162,18 +172,20 @@ def _pointer_config(
     def config(block_m, block_n, row_bytes, num_stages, tile_us=None):
         tiles, n_parts = n_tiles(block_m, block_n), 1
         if tile_us is not None and n_matrices == 1:
-            least_us = (M * K + K * N) * itemsize / _BYTES_PER_US
+            # Of whole tiles, so that not every number of rows decides anew.
+            rows, cols = cdiv(M, block_m) * block_m, cdiv(N, block_n) * block_n
+            least_us = memory_us(rows, cols, K, itemsize)
             parts = possible_parts(K, tiles, device)
-            n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, M * N, device, least_us))
+            n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, rows * cols, device, least_us))
         block_k = max(16, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
         return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
 
-    if min(M, N) <= 16:
+    if N <= 16 or (M <= 16 and N > 64):
         # Reading the other matrix is the whole cost. One program has as much of it on its way as shared memory holds.
         n_strips = n_matrices * cdiv(max(M, N), 64)
         width, row_bytes = (64, 512) if n_strips <= n_processors else (128, 256)
-        blocks = (16, width) if M <= N else (width, 16)
+        blocks = (width, 16) if N <= 16 else (16, width)
         return config(*blocks, row_bytes, 4, width * K * itemsize / _THIN_BYTES_PER_US)
     if n_tiles(64, 64) <= n_processors:
         return config(64, 64, 256, 5, 64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
@@ -184,34 +196,36 @@ def _pointer_config(
 
 
 def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> bool:
-    """Whether there are tiles of 128 × 64 for most multiprocessors, or will be when a long K is cut."""
-    n_tiles = n_matrices * cdiv(M, 128) * cdiv(N, 64) * max(1, K // 4096)
-    return min(M, N) >= 128 and n_tiles > 3 * num_multiprocessors(device) // 4
+    """Whether there are tiles of 64 × 128 for half of the multiprocessors, or will be when a long K is cut."""
+    n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128) * max(1, K // 4096)
+    return min(M, N) >= 128 and n_tiles > num_multiprocessors(device) // 2
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor | None:
-    """A matrix that TMA can address: x itself, or a copy; None where neither of x's strides is 1."""
+def _is_dense_along_one(x: torch.Tensor) -> bool:
+    return 1 in x.stride()[-2:]
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """A matrix, dense along one dimension, that TMA can address: x itself, or a copy."""
     if can_address(x, 0):
         return x
     if is_transposed(x):
         return _aligned(x.mT).mT
-    if x.stride(-1) != 1:
-        return None
-    padded = _padded(*x.shape[-2:], x)
+    # Rows that begin at multiples of 128 bytes, which is more than TMA asks for.
+    n_rows, n_cols = x.shape[-2:]
+    step = 128 // x.element_size()
+    padded = scratch((n_rows, cdiv(n_cols, step) * step), x.dtype, x.device)[:, :n_cols]
     _copy_rows(x, padded)
     return padded
 
 
-def _padded(n_rows: int, n_cols: int, like: torch.Tensor) -> torch.Tensor:
-    """An uninitialized matrix whose rows begin at multiples of 128 bytes, which is more than TMA asks for."""
-    step = 128 // like.element_size()
-    return scratch((n_rows, cdiv(n_cols, step) * step), like.dtype, like.device)[:, :n_cols]
-
-
 def _copies_pay(M: int, N: int, K: int) -> bool:
-    """Whether wide loads save more than copies of all matrices cost: 80 against 600 TFLOP/s, and each byte twice."""
-    operations, n_elements = 2 * M * N * K, M * K + K * N + M * N
-    return min(M, N) >= 64 and operations / 80e6 > operations / 600e6 + 10 + 4 * n_elements / 3e6
+    """Whether wide loads save more than copies of both matrices cost.
+
+    80 against 600 TFLOP/s, but no fewer than 22 numbers along K in a microsecond; and each byte is moved twice.
+    """
+    operations, n_elements = 2 * M * N * K, M * K + K * N
+    return min(M, N) >= 64 and max(operations / 80e6, K / 22) > operations / 600e6 + 10 + 4 * n_elements / 3e6
 
 
 def multiply(
@@ -236,16 +250,9 @@ def multiply(
         if _is_large(M, N, K, n_matrices, a.device) or not wide:
             (specialized or tma).multiply(a, b, bias, out, pre, activation, reduced, batch)
             return
-    elif n_matrices == 1 and a.dtype not in FLOAT8 and _copies_pay(M, N, K):
-        aligned_a, aligned_b = _aligned(a), _aligned(b)
-        if aligned_a is not None and aligned_b is not None:
-            outputs = [x if x is None or can_address(x, 0) else _padded(M, N, x) for x in (out, pre)]
-            (specialized or tma).multiply(
-                aligned_a, aligned_b, bias, *outputs, activation, reduced, ((1,), [(0,), (0,)])
-            )
-            for x, padded in zip((out, pre), outputs, strict=True):
-                if padded is not x:
-                    _copy_rows(padded, x)
+    elif specialized and n_matrices == 1 and a.dtype not in FLOAT8 and _copies_pay(M, N, K):
+        if _is_dense_along_one(a) and _is_dense_along_one(b):
+            specialized.multiply(_aligned(a), _aligned(b), bias, out, pre, activation, reduced, ((1,), [(0,), (0,)]))
             return
     if wide:
         n_parts, config = _pointer_config(M, N, K, n_matrices, a.element_size(), a.device)

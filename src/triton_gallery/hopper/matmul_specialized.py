@@ -1,12 +1,13 @@
 """Matrix multiplication for Hopper in Gluon: warps with different jobs, placed by hand.
 
-What ``tl`` cannot say and this kernel does: one warp group does nothing but start TMA copies (the *producer*), and two
-or three others do nothing but multiply and store (the *consumers*). They meet at barriers in shared memory, two for
+What ``tl`` cannot say and this kernel does: one warp group does nothing but start TMA copies (the *producer*), and one
+to three others do nothing but multiply and store (the *consumers*). They meet at barriers in shared memory, two for
 each stage of a ring of tiles: `full` trips when a copy has arrived, `empty` when all consumers have used it. The copies
 run as far ahead as the ring is long, also into the next output tile while the consumers still store this one.
 """
 
 import torch
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._launch import cdiv, launch, num_multiprocessors
 from ..matmul import _activate, _grouped_tile
@@ -24,14 +25,14 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from .matmul import FLOAT8, is_transposed, matrices
-from .matmul_plan import in_parts, possible_parts, time_us
+from .matmul_plan import in_parts, memory_us, possible_parts, time_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
 
 
 @gluon.jit
 def _producer(
-    a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, K, a_step, b_step,
+    a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -40,37 +41,61 @@ def _producer(
     for i in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         batch = i // (tiles_m * tiles_n)
         tile_m, tile_n = _grouped_tile(i % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-        row = tile_m * (BLOCK_M * NUM_CONSUMERS)
+        row = tile_m * (BLOCK_M * n_consumers)
         col = tile_n * BLOCK_N
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
-            mbarrier.expect(full.index(stage), NUM_CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            if n_consumers == NUM_CONSUMERS:
+                mbarrier.expect(full.index(stage), NUM_CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            else:
+                mbarrier.expect(
+                    full.index(stage), (NUM_CONSUMERS - 1) * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+                )
             if B_TRANSPOSED:
                 async_load(b_desc, [batch * b_step, col, k], full.index(stage), b_smem.index(stage))
             else:
                 async_load(b_desc, [batch * b_step, k, col], full.index(stage), b_smem.index(stage))
             for c in gl.static_range(NUM_CONSUMERS):
-                a_tile = a_smem.index(stage * NUM_CONSUMERS + c)
-                if A_TRANSPOSED:
-                    async_load(a_desc, [batch * a_step, k, row + c * BLOCK_M], full.index(stage), a_tile)
-                else:
-                    async_load(a_desc, [batch * a_step, row + c * BLOCK_M, k], full.index(stage), a_tile)
+                if c < n_consumers:
+                    a_tile = a_smem.index(stage * NUM_CONSUMERS + c)
+                    if A_TRANSPOSED:
+                        async_load(a_desc, [batch * a_step, k, row + c * BLOCK_M], full.index(stage), a_tile)
+                    else:
+                        async_load(a_desc, [batch * a_step, row + c * BLOCK_M, k], full.index(stage), a_tile)
             step += 1
 
 
 @gluon.jit
-def _store(desc, values, smem, batch, row, col):
-    """Send values to memory by way of shared memory, once the copy before has left it."""
+def _release(empty, stage, n_consumers, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, pred=True):
+    """Say that this consumer has used a stage; the first one also speaks for one that has no work."""
+    mbarrier.arrive(empty.index(stage), count=1, pred=pred)
+    if CONSUMER == 0 and NUM_CONSUMERS == 3:
+        mbarrier.arrive(empty.index(stage), count=1, pred=pred & (n_consumers < NUM_CONSUMERS))
+
+
+@gluon.jit
+def _store(desc, ptr, values, smem, batch, row, col, M, N):
+    """Send values to memory by way of shared memory, once what was there before has left it."""
+    tile = smem.reshape((values.shape[0], values.shape[1]))
     store_wait(0)
-    smem.reshape((values.shape[0], values.shape[1])).store(values.to(desc.dtype))
-    fence_async_shared()
-    async_store(desc, [batch, row, col], smem)
+    tile.store(values.to(smem.dtype))
+    if desc is not None:
+        fence_async_shared()
+        async_store(desc, [batch, row, col], smem)
+    else:
+        # Rows that TMA cannot address: each warp stores along one of them, a number for each thread.
+        ALONG: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        rows = (row + gl.arange(0, values.shape[0], gl.SliceLayout(1, ALONG)))[:, None]
+        cols = (col + gl.arange(0, values.shape[1], gl.SliceLayout(0, ALONG)))[None, :]
+        ptrs = ptr + (batch.to(gl.int64) * M + rows) * N + cols
+        gl.store(ptrs, tile.load(ALONG), mask=(rows < M) & (cols < N))
 
 
 @gluon.jit
 def _consumer(
-    bias_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty, n_tiles, tiles_m, tiles_n, N, K, stride_bias,
+    bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
+    n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
@@ -82,10 +107,11 @@ def _consumer(
     )
     smem = out_smem.index(CONSUMER)
     step = 0
-    for i in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    # A consumer without work has no tiles.
+    for i in range(gl.program_id(0), gl.where(CONSUMER < n_consumers, n_tiles, 0), gl.num_programs(0)):
         batch = i // (tiles_m * tiles_n)
         tile_m, tile_n = _grouped_tile(i % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-        row = tile_m * (BLOCK_M * NUM_CONSUMERS) + CONSUMER * BLOCK_M
+        row = tile_m * (BLOCK_M * n_consumers) + CONSUMER * BLOCK_M
         col = tile_n * BLOCK_N
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
         for k in range(0, K, BLOCK_K):
@@ -103,46 +129,135 @@ def _consumer(
                 zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
                 token = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
                 acc += warpgroup_mma_wait(0, deps=(token,))
-                mbarrier.arrive(empty.index(stage), count=1)
+                _release(empty, stage, n_consumers, NUM_CONSUMERS, CONSUMER)
             else:
                 token = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
                 # One product stays in flight; the one before it is done, and so is its stage.
                 acc = warpgroup_mma_wait(1, deps=(token,))
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+                _release(empty, (step + STAGES - 1) % STAGES, n_consumers, NUM_CONSUMERS, CONSUMER, k > 0)
             step += 1
         if not PARTIAL_SUMS:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+            _release(empty, (step + STAGES - 1) % STAGES, n_consumers, NUM_CONSUMERS, CONSUMER)
 
-        # In two halves, because shared memory has no room for more beside the ring.
-        left, right = gl.split(gl.permute(gl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        for half in gl.static_range(2):
-            pre = left if half == 0 else right
-            first = col + half * (BLOCK_N // 2)
+        OUT_COLS: gl.constexpr = smem.shape[2]
+        if OUT_COLS == BLOCK_N:
+            pieces = (acc,)
+        else:
+            # In two halves, because shared memory has no room for more beside the ring.
+            pieces = gl.split(gl.permute(gl.reshape(acc, (BLOCK_M, 2, OUT_COLS)), (0, 2, 1)))
+        for piece in gl.static_range(BLOCK_N // OUT_COLS):
+            pre = pieces[piece]
+            first = col + piece * OUT_COLS
             if bias_ptr is not None:
                 # One number for each thread; all of them are then handed to whoever needs them.
-                cols = first + gl.arange(0, BLOCK_N // 2, gl.BlockedLayout([1], [32], [4], [0]))
+                cols = first + gl.arange(0, OUT_COLS, gl.BlockedLayout([1], [32], [4], [0]))
                 bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0).to(gl.float32)
                 pre += gl.convert_layout(bias, gl.SliceLayout(0, pre.type.layout))[None, :]
-            if pre_desc is not None:
-                _store(pre_desc, pre, smem, batch, row, first)
-            _store(out_desc, _activate(pre, ACTIVATION, out_desc.dtype), smem, batch, row, first)
+            if pre_ptr is not None:
+                _store(pre_desc, pre_ptr, pre, smem, batch, row, first, M, N)
+            _store(out_desc, out_ptr, _activate(pre, ACTIVATION, smem.dtype), smem, batch, row, first, M, N)
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_matrices", "M", "N", "K", "a_step", "b_step"])
+@gluon.jit
+def _tiles(
+    a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, M, N, K, a_step, b_step, n_consumers,
+    stride_bias,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Divides the program's warps: one group copies the tiles, the others multiply them."""
+    # The kernel after this one may make itself ready from now on; what the one before it writes is waited for.
+    gdc_launch_dependents()
+    gdc_wait()
+    A_SLOTS: gl.constexpr = [STAGES * NUM_CONSUMERS]
+    B_SLOTS: gl.constexpr = [STAGES]
+    OUT_SLOTS: gl.constexpr = [NUM_CONSUMERS]
+    OUT_SHAPE: gl.constexpr = [1, BLOCK_M, OUT_COLS]
+    OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(OUT_SHAPE, out_ptr.dtype.element_ty)
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, A_SLOTS + a_desc.block_type.shape, a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, B_SLOTS + b_desc.block_type.shape, b_desc.layout)
+    out_smem = gl.allocate_shared_memory(out_ptr.dtype.element_ty, OUT_SLOTS + OUT_SHAPE, OUT_LAYOUT)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=NUM_CONSUMERS)
+    tiles_m = gl.cdiv(M, BLOCK_M * n_consumers)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    n_tiles = n_matrices * tiles_m * tiles_n
+    # A tuple kept in a variable would lose its constexprs, so the arguments are spelt out.
+    # fmt: off
+    if NUM_CONSUMERS == 1:
+        gl.warp_specialize([
+            (_producer, (
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+            (_consumer, (
+                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
+                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                ACTIVATION, PARTIAL_SUMS, 0)),
+        ], [4], [REGISTERS])
+    elif NUM_CONSUMERS == 2:
+        gl.warp_specialize([
+            (_producer, (
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+            (_consumer, (
+                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
+                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                ACTIVATION, PARTIAL_SUMS, 0)),
+            (_consumer, (
+                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
+                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                ACTIVATION, PARTIAL_SUMS, 1)),
+        ], [4, 4], [REGISTERS, REGISTERS])
+    else:
+        gl.warp_specialize([
+            (_producer, (
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+            (_consumer, (
+                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
+                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                ACTIVATION, PARTIAL_SUMS, 0)),
+            (_consumer, (
+                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
+                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                ACTIVATION, PARTIAL_SUMS, 1)),
+            (_consumer, (
+                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
+                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                ACTIVATION, PARTIAL_SUMS, 2)),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
+    # fmt: on
+
+
+@gluon.jit(do_not_specialize=["n_matrices", "M", "N", "K", "a_step", "b_step", "n_consumers"])
 def _matmul_specialized_kernel(
     a_desc,  # (n_matrices or 1, M, K), or (..., K, M) when A_TRANSPOSED
     b_desc,  # (n_matrices or 1, K, N), or (..., N, K) when B_TRANSPOSED
     bias_ptr,  # (N,) or None
-    out_desc,  # (n_matrices, M, N)
-    pre_desc,  # like out, for the values before the activation, or None
+    out_ptr,  # (n_matrices, M, N)
+    pre_ptr,  # like out, for the values before the activation, or None
+    out_desc,  # of out and pre; None where TMA cannot address their rows, which then lie side by side
+    pre_desc,
     n_matrices,
     M,
     N,
     K,
     a_step,  # 1, or 0 where one a serves the whole batch
     b_step,
+    n_consumers,  # how many of NUM_CONSUMERS have work
     stride_bias,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -154,95 +269,92 @@ def _matmul_specialized_kernel(
     B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     PARTIAL_SUMS: gl.constexpr,
+    OUT_COLS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Program i owns tiles i, i + n_programs, ... of NUM_CONSUMERS * BLOCK_M rows: out = activation(a @ b + bias)."""
-    A_SLOTS: gl.constexpr = [STAGES * NUM_CONSUMERS]
-    B_SLOTS: gl.constexpr = [STAGES]
-    OUT_SLOTS: gl.constexpr = [NUM_CONSUMERS]
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, A_SLOTS + a_desc.block_type.shape, a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, B_SLOTS + b_desc.block_type.shape, b_desc.layout)
-    out_smem = gl.allocate_shared_memory(out_desc.dtype, OUT_SLOTS + out_desc.block_type.shape, out_desc.layout)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=NUM_CONSUMERS)
-    tiles_m = gl.cdiv(M, BLOCK_M * NUM_CONSUMERS)
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    n_tiles = n_matrices * tiles_m * tiles_n
-    # A tuple kept in a variable would lose its constexprs, so the arguments are spelt out.
-    # fmt: off
-    if NUM_CONSUMERS == 2:
-        gl.warp_specialize([
-            (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, K, a_step, b_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
-            (_consumer, (
-                bias_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty, n_tiles, tiles_m, tiles_n, N, K,
-                stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 0)),
-            (_consumer, (
-                bias_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty, n_tiles, tiles_m, tiles_n, N, K,
-                stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 1)),
-        ], [4, 4], [REGISTERS, REGISTERS])
-    else:
-        gl.warp_specialize([
-            (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, K, a_step, b_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
-            (_consumer, (
-                bias_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty, n_tiles, tiles_m, tiles_n, N, K,
-                stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 0)),
-            (_consumer, (
-                bias_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty, n_tiles, tiles_m, tiles_n, N, K,
-                stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 1)),
-            (_consumer, (
-                bias_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty, n_tiles, tiles_m, tiles_n, N, K,
-                stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 2)),
-        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
-    # fmt: on
+    """Program i owns tiles i, i + n_programs, ... of n_consumers * BLOCK_M rows: out = activation(a @ b + bias)."""
+    _tiles(
+        a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, M, N, K, a_step, b_step,
+        n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
+        B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
+    )  # fmt: skip
 
 
-# Consumers, columns of a tile, stages, the share of the first tile's rate that it reaches, and whether there is room in
-# shared memory for a float32 tile on its way out.
+@gluon.jit(do_not_specialize=["n_parts", "M", "N", "K", "n_consumers"])
+def _matmul_parts_kernel(
+    a_desc,  # (n_parts, M, K), or (n_parts, K, M) when A_TRANSPOSED
+    b_desc,  # (n_parts, K, N), or (n_parts, N, K) when B_TRANSPOSED
+    out_ptr,  # (n_parts, M, N), float32
+    out_desc,
+    n_parts,
+    M,
+    N,
+    K,  # of one part
+    n_consumers,  # how many of NUM_CONSUMERS have work
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    A_TRANSPOSED: gl.constexpr,
+    B_TRANSPOSED: gl.constexpr,
+    PARTIAL_SUMS: gl.constexpr,
+    OUT_COLS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """The same for parts of a product that `_sum_parts_kernel` adds up: out[i] is what the i-th part of K gives."""
+    _tiles(
+        a_desc, b_desc, None, out_ptr, None, out_desc, None, n_parts, M, N, K, 1, 1, n_consumers, 0,
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, None, PARTIAL_SUMS,
+        OUT_COLS, REGISTERS,
+    )  # fmt: skip
+
+
+# Consumers with work, columns of a tile, consumers there are, stages, and the share of the first tile's rate that it
+# reaches. Tiles of 192 and of 128 rows share a compiled kernel, so that all numbers of rows make no more than three.
 _TILES = (
-    (2, 256, 4, 1.0, False),
-    (3, 128, 5, 0.95, False),
-    (2, 128, 6, 0.88, True),
-    (2, 64, 6, 0.6, True),
+    (2, 256, 2, 4, 1.0),
+    (3, 128, 3, 5, 0.95),
+    (2, 128, 3, 5, 0.93),
+    (1, 128, 1, 8, 0.8),
+)
+# The same for parts of a product, which leave in float32 and need more shared memory for that.
+_PART_TILES = (
+    (2, 128, 2, 6, 0.93),
+    (1, 128, 1, 8, 0.8),
 )
 _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
 
 
 def _config(
     M: int, N: int, K: int, n_matrices: int, itemsize: int, partial_sums: bool, device: torch.device
-) -> tuple[int, dict[str, int]]:
-    """Parts of K, and the tile, that take the least time."""
+) -> tuple[int, int, dict[str, int]]:
+    """Parts of K, consumers with work, and the tile: what takes the least time."""
+    least_us = memory_us(M, N, K, itemsize) if n_matrices == 1 else 0
 
     def n_tiles(tile):
         n_consumers, block_n = tile[:2]
         return n_matrices * cdiv(M, n_consumers * BLOCK_M) * cdiv(N, block_n)
 
     def time(choice):
-        tile, n_parts = choice
-        n_consumers, block_n, _, rate, _ = tile
+        (n_consumers, block_n, *_, rate), n_parts = choice
         tile_us = n_consumers * BLOCK_M * block_n * K * itemsize / 2 / (_PER_US * rate)
-        return time_us(n_tiles(tile), tile_us, n_parts, M * N, device)
+        return time_us(n_tiles(choice[0]), tile_us, n_parts, M * N, device, least_us)
 
-    choices = [
-        (tile, n_parts)
-        for tile in _TILES[partial_sums:]  # a second accumulator leaves no registers for 256 columns
-        for n_parts in (possible_parts(K, n_tiles(tile), device) if tile[-1] and n_matrices == 1 else (1,))
-    ]
-    (n_consumers, block_n, stages, *_), n_parts = min(choices, key=time)
-    registers = 240 if n_consumers == 2 else 160
-    return n_parts, dict(BLOCK_N=block_n, NUM_CONSUMERS=n_consumers, STAGES=stages, REGISTERS=registers)
+    # A second accumulator leaves no registers for 256 columns.
+    choices = [(tile, 1) for tile in _TILES[partial_sums:]]
+    if n_matrices == 1:
+        choices += [(tile, n) for tile in _PART_TILES for n in possible_parts(K, n_tiles(tile), device) if n > 1]
+    (n_consumers, block_n, all_consumers, stages, _), n_parts = min(choices, key=time)
+    return n_parts, n_consumers, dict(
+        BLOCK_N=block_n,
+        NUM_CONSUMERS=all_consumers,
+        STAGES=stages,
+        # The only consumer has nobody to work while it stores, so it does that at once.
+        OUT_COLS=block_n if all_consumers == 1 else block_n // 2,
+        REGISTERS=160 if all_consumers == 3 else 240,
+    )  # fmt: skip
 
 
 def multiply(
@@ -255,44 +367,51 @@ def multiply(
     reduced: bool,
     batch: tuple,
 ) -> None:
-    """What `hopper.matmul.multiply` does, with this module's kernel."""
+    """What `hopper.matmul.multiply` does, with this module's kernel; out and pre may have any number of columns."""
     (M, N), K = out.shape[-2:], a.shape[-1]
     partial_sums = a.dtype in FLOAT8 and not reduced
-    n_parts, config = _config(M, N, K, batch[0][0], a.element_size(), partial_sums, a.device)
+    n_parts, n_consumers, config = _config(M, N, K, batch[0][0], a.element_size(), partial_sums, a.device)
     in_parts(
-        lambda *arguments: _launch(*arguments, partial_sums, config),
+        lambda *arguments: _launch(*arguments, partial_sums, n_consumers, config),
         n_parts, 4,  # TMA stores rows that begin at multiples of 16 bytes
         a, b, bias, out, pre, activation, batch,
     )  # fmt: skip
 
 
-def _launch(a, b, bias, out, pre, activation, batch, partial_sums, config) -> None:
+def _launch(a, b, bias, out, pre, activation, batch, partial_sums, n_consumers, config) -> None:
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     (M, N), K = out.shape[-2:], a.shape[-1]
-    n_programs = num_multiprocessors(a.device)
     block_n, block_k = config["BLOCK_N"], 128 // a.element_size()
-    n_tiles = n_matrices * cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]) * cdiv(N, block_n)
+    n_tiles = n_matrices * cdiv(M, BLOCK_M * n_consumers) * cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
     out_desc, pre_desc = (
-        None if x is None else descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, block_n // 2])
+        descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, config["OUT_COLS"]])
+        if x is not None and x.stride(-2) * x.element_size() % 16 == 0
+        else None
         for x in (out, pre)
     )
     a_block = [1, block_k, BLOCK_M] if a_transposed else [1, BLOCK_M, block_k]
     b_block = [1, block_n, block_k] if b_transposed else [1, block_k, block_n]
+    if out.dtype == torch.float32:
+        kernel, arguments = _matmul_parts_kernel, (out, out_desc, n_matrices, M, N, K, n_consumers)
+    else:
+        kernel, config = _matmul_specialized_kernel, dict(config, ACTIVATION=activation)
+        steps = int(a_stride > 0), int(b_stride > 0)
+        stride_bias = 0 if bias is None else bias.stride(0)
+        arguments = bias, out, pre, out_desc, pre_desc, n_matrices, M, N, K, *steps, n_consumers, stride_bias
     launch(
-        _matmul_specialized_kernel,
-        (min(n_programs, n_tiles),),
+        kernel,
+        (min(num_multiprocessors(a.device), n_tiles),),
         descriptor(matrices(a, n_matrices, a_stride), a_block),
         descriptor(matrices(b, n_matrices, b_stride), b_block),
-        bias, out_desc, pre_desc,
-        n_matrices, M, N, K, int(a_stride > 0), int(b_stride > 0), 0 if bias is None else bias.stride(0),
+        *arguments,
         BLOCK_M=BLOCK_M,
         BLOCK_K=block_k,
         GROUP_M=8,
         A_TRANSPOSED=a_transposed,
         B_TRANSPOSED=b_transposed,
-        ACTIVATION=activation,
         PARTIAL_SUMS=partial_sums,
         **config,
         num_warps=4,
+        launch_pdl=True,
     )  # fmt: skip
