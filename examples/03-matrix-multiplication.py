@@ -533,7 +533,7 @@ torch.testing.assert_close(out, a @ b)
 
 # %%
 # The fifth rung changes who does what. In all kernels so far every warp does everything: it starts copies, waits for
-# them, multiplies and stores. In the last one, warps *specialise*: one group starts copies and nothing else, two or
+# them, multiplies and stores. In the last one, warps *specialise*: one group starts copies and nothing else, one to
 # three others multiply and store, and barriers in shared memory tell each side when a tile has come or may go. Copies
 # then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is
 # written in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are
@@ -798,12 +798,16 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1
 # %%
 # In the library the parts are one launch, since to a kernel that knows batches they are a batch, whose matrices happen
 # to lie side by side. Programs could also add to the result in memory, with atomic additions and without the second
-# kernel; but then the order of the additions, and with it the last bits, would change from run to run.
+# kernel; but then the order of the additions, and with it the last bits, would change from run to run. On Hopper the
+# second kernel is launched while the first one still works, and waits on the GPU until it may read (*programmatic
+# dependent launch*): then no launch lies between the two.
 #
 # And then there are sizes like 4095. No second row of such a matrix begins at a multiple of 16 bytes, so TMA cannot
-# address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little longer
-# and the result back: that is :math:`2 n^2` numbers in and out for each, against :math:`2 n^3` operations. The last
-# sweep is about the epilogue. It adds a bias and applies GELU, for which torch needs a kernel of its own.
+# address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little longer:
+# that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. The result needs no copy. Its
+# tiles leave by ordinary stores, in which each warp writes along a row.
+#
+# The last sweep is about the epilogue. It adds a bias and applies GELU, for which torch needs a kernel of its own.
 
 bias = torch.randn(8192, device=DEVICE).half()
 

@@ -25,7 +25,7 @@ from .matmul import FLOAT8, can_address, is_transposed
 _BYTES_PER_US = 4e6  # of the whole GPU
 _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64
-_SUM_US = 2.5  # to start a second kernel
+_SUM_US = 1.5  # to start a second kernel
 _MAX_PARTS = 32
 
 
