@@ -273,6 +273,95 @@ def _layer_norm_bwd_kernel(
 
 
 @triton.jit
+def _layer_norm_bwd_blocks_kernel(
+    dy_ptr,  # (n_rows, n_cols)
+    x_ptr,  # (n_rows, n_cols)
+    weight_ptr,  # (n_cols,) or None
+    mean_ptr,  # (n_rows,), or None for RMS norm
+    rstd_ptr,  # (n_rows,)
+    dx_ptr,  # (n_rows, n_cols)
+    dw_partial_ptr,  # (n_programs, n_cols) or None
+    db_partial_ptr,  # (n_programs, n_cols) or None
+    n_rows,
+    n_cols,
+    dy_row_stride,
+    x_row_stride,
+    N_BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
+    """Program i owns rows i, i + n_programs, ..., in blocks of columns that are all full but the last.
+
+    The same sums as in `_layer_norm_bwd_kernel`. What waits between the two walks over the blocks waits as it was
+    loaded: a 16-bit number takes half of a register.
+    """
+    COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    lanes = tl.arange(0, BLOCK_N)
+    weights = ()
+    dw = ()
+    db = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_N + lanes
+        if weight_ptr is not None:
+            weights += (tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0),)
+        dw += (tl.zeros((BLOCK_N,), COMPUTE_DTYPE),)
+        db += (tl.zeros((BLOCK_N,), COMPUTE_DTYPE),)
+    program = tl.program_id(0).to(tl.int64)
+    for start in tl.range(program, n_rows, tl.num_programs(0), num_stages=NUM_STAGES):
+        row = tl.cast(start, tl.int64)  # in the interpreter it is a Python number
+        rstd = tl.load(rstd_ptr + row)
+        mean = tl.zeros((), COMPUTE_DTYPE)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + row)
+        xs = ()
+        dys = ()
+        for k in tl.static_range(N_BLOCKS):
+            cols = k * BLOCK_N + lanes
+            mask = cols < n_cols if k == N_BLOCKS - 1 else None
+            other = None if mask is None else 0.0
+            xs += (tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=other),)
+            # dy = 0 in padded lanes: every sum below has it as a factor.
+            dys += (tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=other),)
+        gx_sum = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+        g_sum = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+        for k in tl.static_range(N_BLOCKS):
+            g = dys[k].to(COMPUTE_DTYPE)
+            if weight_ptr is not None:
+                g *= weights[k].to(COMPUTE_DTYPE)
+            gx_sum += g * ((xs[k].to(COMPUTE_DTYPE) - mean) * rstd)
+            g_sum += g
+        gx_mean = tl.sum(gx_sum, axis=0) / n_cols
+        g_mean = tl.zeros((), COMPUTE_DTYPE)
+        if mean_ptr is not None:
+            g_mean = tl.sum(g_sum, axis=0) / n_cols
+        new_dw = ()
+        new_db = ()
+        for k in tl.static_range(N_BLOCKS):
+            cols = k * BLOCK_N + lanes
+            x_hat = (xs[k].to(COMPUTE_DTYPE) - mean) * rstd
+            dy = dys[k].to(COMPUTE_DTYPE)
+            g = dy
+            if weight_ptr is not None:
+                g *= weights[k].to(COMPUTE_DTYPE)
+            dx = (g - x_hat * gx_mean - g_mean) * rstd
+            mask = cols < n_cols if k == N_BLOCKS - 1 else None
+            tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            new_dw += (dw[k] + dy * x_hat,)
+            new_db += (db[k] + dy,)
+        dw = new_dw
+        db = new_db
+    if PDL:
+        gdc_launch_dependents()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_N + lanes
+        if dw_partial_ptr is not None:
+            tl.store(dw_partial_ptr + program * n_cols + cols, dw[k], mask=cols < n_cols)
+        if db_partial_ptr is not None:
+            tl.store(db_partial_ptr + program * n_cols + cols, db[k], mask=cols < n_cols)
+
+
+@triton.jit
 def _layer_norm_bwd_row_means_kernel(
     dy_ptr,  # (n_rows, n_cols)
     x_ptr,  # (n_rows, n_cols)
@@ -365,6 +454,16 @@ def _bwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int, int]:
         return 1, block_n, 16, 1
     block_n = min(block_n, tile)
     return tile // block_n, block_n, 4 if vectorized and x.element_size() == 2 else 8, 2
+
+
+def _bwd_in_blocks(dy: torch.Tensor, x: torch.Tensor, n_cols: int) -> tuple[int, int, int] | None:
+    """(columns of a block, warps, programs per multiprocessor) for rows that fit into registers as they were loaded.
+
+    Measured on an H200. None for short rows, which share a program, and for long ones and wide elements.
+    """
+    if x.element_size() != 2 or dy.element_size() != 2 or dy.stride(1) != 1 or n_cols % 16 or not 2048 < n_cols <= 8192:
+        return None
+    return (1024, 4, 3 if n_cols <= 3072 else 2) if n_cols <= 5120 else (2048, 8, 1)
 
 
 def _rows(x: torch.Tensor, n_cols: int, col_strides: tuple[int, ...] = (1,)) -> torch.Tensor:
@@ -510,6 +609,20 @@ def _layer_norm_bwd(
         n_programs = min(max_programs, n_rows)
         dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
         resident.backward(dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_programs)
+        _sum_partials(dw_partial, db_partial, dw, db, max_programs)
+        return dx, dw, db
+
+    if (blocks := _bwd_in_blocks(dy, x, n_cols)) is not None:
+        block_n, num_warps, programs_per_sm = blocks
+        max_programs = programs_per_sm * num_multiprocessors(x.device)
+        n_programs = min(max_programs, n_rows)
+        dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
+        launch(
+            _layer_norm_bwd_blocks_kernel, (n_programs,),
+            dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_rows, n_cols, dy.stride(0), x.stride(0),
+            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, NUM_STAGES=3, num_warps=num_warps,
+            PDL="PDL" in pdl(x.device),
+        )  # fmt: skip
         _sum_partials(dw_partial, db_partial, dw, db, max_programs)
         return dx, dw, db
 
