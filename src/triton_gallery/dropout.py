@@ -6,18 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import (
-    cdiv,
-    check_same_device,
-    check_tensor,
-    collapse,
-    differentiable,
-    index_dtype,
-    is_tracing,
-    launch,
-    needs_autograd,
-    operator,
-)
+from ._arguments import check_same_device, check_tensor, is_tracing, needs_autograd
+from ._launch import cdiv, collapse, index_dtype, launch
+from ._registration import differentiable, operator
 
 _SEED_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _BLOCK_SIZE = 1024

@@ -5,22 +5,10 @@ import triton
 import triton.language as tl
 
 from . import hopper
-from ._launch import (
-    FLOATS,
-    batch_first,
-    cdiv,
-    check_tensor,
-    collapse,
-    differentiable,
-    is_hopper,
-    launch,
-    needs_autograd,
-    next_power_of_2,
-    num_multiprocessors,
-    operator,
-    replayed,
-    scratch,
-)
+from ._arguments import FLOATS, check_tensor, needs_autograd
+from ._launch import cdiv, collapse, is_hopper, launch, next_power_of_2, num_multiprocessors, scratch
+from ._registration import batch_first, differentiable, operator
+from ._replay import replayed
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 

@@ -6,8 +6,9 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import triton_gallery as tg
-from triton_gallery import _launch
-from triton_gallery._launch import _allocation, _innermost, _is_dense, _kind, _Replay, _Tape, forget_replays
+from triton_gallery import _launch, _replay
+from triton_gallery._launch import Tape
+from triton_gallery._replay import _allocation, _innermost, _is_dense, _kind, _Replay, forget_replays
 
 ROWS, COLS = 24, 64
 CALLS = {
@@ -199,11 +200,11 @@ def test_replays_in_many_threads(device):
 
 @pytest.mark.gpu
 def test_replays_are_forgotten_when_there_are_too_many(device, monkeypatch):
-    monkeypatch.setattr(_launch, "_MAX_REPLAYS", 5)
+    monkeypatch.setattr(_replay, "_MAX_REPLAYS", 5)
     for n in range(1, 40):
         x = torch.randn(n, device=device)
         assert torch.equal(tg.add(x, x.flip(0)), x + x.flip(0))
-    assert all(len(replays) <= 5 for replays in _launch._replay_caches)
+    assert all(len(replays) <= 5 for replays in _replay._replay_caches)
 
 
 @pytest.mark.gpu
@@ -289,7 +290,7 @@ def test_a_tensor_with_a_gradient_has_a_kind_where_none_is_recorded():
 
 
 def test_outputs_are_allocated_as_torch_would(monkeypatch):
-    monkeypatch.setattr(_launch, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(_replay, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     x = torch.empty(4, 6, dtype=torch.float16).t()
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
@@ -342,10 +343,10 @@ def test_a_launcher_that_does_more_is_called_itself(change):
 def test_a_replay_launches_on_the_addresses_of_the_call(monkeypatch):
     device, stream, launched = -1, [7], []
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
-    monkeypatch.setattr(_launch, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(_replay, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     run = Launcher(lambda *args: launched.append(args))
-    monkeypatch.setitem(_launch._handles, "kernel", (run, "function", "metadata", ("constant",), device))
-    tape, x, y, out = _Tape(), torch.randn(4, 6), torch.randn(0), torch.empty(4, 6)
+    monkeypatch.setitem(_launch.handles, "kernel", (run, "function", "metadata", ("constant",), device))
+    tape, x, y, out = Tape(), torch.randn(4, 6), torch.randn(0), torch.empty(4, 6)
     tape.tables.append(torch.arange(3))
     tape.scratch.append(torch.empty(5))
     described = TensorDescriptor(torch.randn(4, 16), [4, 16], [16, 1], [4, 16])
@@ -378,7 +379,7 @@ def test_known_addresses_go_straight_to_the_driver(device):
         forget_replays()
         for _ in range(6):
             call()
-        (replay,) = (r for replays in _launch._replay_caches for r in replays.values() if r is not None)
+        (replay,) = (r for replays in _replay._replay_caches for r in replays.values() if r is not None)
         launches = [launch for calls in replay.prepared.values() if calls for launch in calls]
         # The fallback is right but slow: a Triton that takes it is one that `_innermost` does not know.
         assert launches and all(isinstance(function, BuiltinFunctionType) for function, _ in launches)
@@ -386,7 +387,7 @@ def test_known_addresses_go_straight_to_the_driver(device):
 
 @pytest.mark.gpu
 def test_other_addresses_are_other_launches(device, monkeypatch):
-    monkeypatch.setattr(_launch, "_MAX_PREPARED", 5)
+    monkeypatch.setattr(_replay, "_MAX_PREPARED", 5)
     tensors = [torch.randn(1, 2, 128, 64, device=device).half() for _ in range(9)]
     expected = [tg.attention(q, q, q).clone() for q in tensors]
     for _ in range(4):
