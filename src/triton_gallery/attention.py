@@ -773,7 +773,8 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        backward = _attention_bwd if is_transformed() else _AttentionBackward.apply
+        differentiated = torch.is_grad_enabled() and not is_transformed()
+        backward = _AttentionBackward.apply if differentiated else _attention_bwd
         return *backward(dout, dlse, q, k, v, out, lse, *ctx.constants), None, None, None
 
 
