@@ -22,6 +22,10 @@ INTERPRET = triton.knobs.runtime.interpret
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
+class Varying(int):
+    """An argument that no kernel is specialized on, and that a replay takes from the call."""
+
+
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +116,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
     if device.type == "meta":
         _compiled.append(kernel.warmup(*args, grid=grid, **meta))
         return
+    args = [int(arg) if type(arg) is Varying else arg for arg in args]
     with _current(device):
         if INTERPRET:
             launch_interpreted(kernel, grid, args, meta)
@@ -136,6 +141,8 @@ def _fast_key(kernel, args: tuple, meta: dict) -> tuple | None:
             parts.append(arg.data_ptr() & 15 == 0)
         elif kind is int:
             parts.append(_int_kind(arg))
+        elif kind is Varying:
+            parts.append(kind)
         elif kind is tuple:
             parts.append(tuple(_int_kind(item) if type(item) is int else type(item) for item in arg))
         elif arg is None or kind is float or kind is bool:
@@ -184,6 +191,7 @@ class Tape:
 
 class _Recording(threading.local):
     tape: Tape | None = None  # while a call is recorded
+    applications: list | None = None  # while one with a gradient is: (torch.autograd.Function, arguments, output)
 
 
 recording = _Recording()

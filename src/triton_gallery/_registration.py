@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from ._arguments import is_plain, is_tracing, is_transformed, needs_autograd
+from ._launch import recording
 from ._replay import replayed
 
 
@@ -16,17 +17,21 @@ def apply(function: type[torch.autograd.Function], *args):
             arg.view_as(arg) if isinstance(arg, torch.Tensor) and any(arg is x for x in args[:i]) else arg
             for i, arg in enumerate(args)
         ]
-    return function.apply(*args)
+        return function.apply(*args)
+    output = function.apply(*args)
+    if recording.applications is not None:
+        recording.applications.append((function, args, output))
+    return output
 
 
-def operator(fake: Callable, replay: bool = True, vmap: Callable | None = None) -> Callable:
+def operator(fake: Callable, vmap: Callable | None = None, varying: int | None = None) -> Callable:
     """Register a launcher as ``torch.ops.triton_gallery.<name>`` without a cost for eager calls.
 
     Args:
         fake: takes the launcher's arguments and returns empty outputs of the right shape, dtype and strides.
-        replay: whether the launcher is also `replayed`.
         vmap: the rule for a batch of calls, like the static method `vmap` of :class:`torch.autograd.Function`; without
             one they are made one after another.
+        varying: the position of an argument that is another one at each call, as in `replayed`.
 
     ``torch.compile`` and other tracers see one opaque operator, and torch resolves what is no plain tensor; an eager
     call goes straight to the launcher, because the dispatcher would cost more host time than the launch. The launcher's
@@ -50,7 +55,7 @@ def operator(fake: Callable, replay: bool = True, vmap: Callable | None = None) 
                 return call.transformed.apply(*args)
             return launcher(*args) if all(map(is_plain, tensors)) and not is_tracing() else overload(*args)
 
-        call = replayed(launch_or_dispatch) if replay else launch_or_dispatch
+        call = replayed(launch_or_dispatch, varying)
         rule = vmap or functools.partial(one_by_one, call)
         registered.register_vmap(rule)
         call.registered, call.transformed = registered, _transformed(call, rule)
