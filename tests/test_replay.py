@@ -1,5 +1,6 @@
 import importlib
 import threading
+from contextlib import contextmanager
 from types import BuiltinFunctionType
 
 import pytest
@@ -219,17 +220,40 @@ def test_gradients_and_autocast_after_replays(device):
     assert all(t.requires_grad for t in (tg.softmax(x), tg.matmul(x, y.t()), tg.layer_norm(x, (COLS,))))
     with torch.no_grad():
         assert not tg.softmax(x).requires_grad
-    q = x.detach().view(1, 2, -1, 64)
-    for _ in range(3):
-        assert tg.attention(q, q, q).dtype == torch.float32
-    for _ in range(3):
-        with torch.autocast("cuda", torch.bfloat16):
-            assert tg.attention(q, q, q).dtype == torch.bfloat16
-            assert tg.matmul(x, y.t()).dtype == torch.bfloat16
-            assert tg.softmax(x.bfloat16()).dtype == torch.float32
-        assert tg.attention(q, q, q).dtype == torch.float32
     with pytest.raises(ValueError, match="dim must be in"):
         tg.softmax(x, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["no gradient", "gradient"])
+def test_replays_under_autocast(requires_grad, device):
+    x, y = (t.requires_grad_(requires_grad) for t in inputs(device, torch.float32))
+    half = x.detach().half().requires_grad_(requires_grad)
+    calls = {
+        "attention": lambda: tg.attention(*[x.view(1, 2, -1, 64)] * 3),
+        "matmul": lambda: tg.matmul(x, y.t()),
+        "matmul of halves": lambda: tg.matmul(half, half.t()),
+        "softmax": lambda: tg.softmax(half),
+        "layer_norm": lambda: tg.layer_norm(half, (COLS,)),
+        "dropout": lambda: tg.dropout(half, seed=5),
+    }
+
+    def run(name):
+        out = calls[name]()
+        grads = torch.autograd.grad(out, (x, y, half), torch.ones_like(out), allow_unused=True) if requires_grad else ()
+        return [out, *(grad for grad in grads if grad is not None)]
+
+    for name in calls:
+        expected = []
+        for turn in range(5):
+            for i, dtype in enumerate((None, torch.bfloat16, torch.float16)):
+                if turn == 0:
+                    forget_replays()
+                with torch.autocast("cuda", dtype, enabled=dtype is not None):
+                    results = run(name)
+                expected.append(results)
+                assert_same(tuple(results), tuple(expected[i]))
+        assert len({str(results[0].dtype) for results in expected}) > 1 or name in ("dropout", "matmul of halves")
 
 
 @pytest.mark.gpu
@@ -333,7 +357,26 @@ def test_what_is_another_call_has_another_kind():
         kinds.add(kind(x))
     finally:
         torch.set_float32_matmul_precision(before)
-    assert len(kinds) == 3
+    for dtype in (torch.float16, torch.bfloat16):
+        with cuda_autocast(dtype):
+            kinds.add(kind(x))
+            recognize = _recognizer((aligned(3),), None)
+        with cuda_autocast(torch.float16):
+            assert (recognize((aligned(3),)) is not None) == (dtype == torch.float16)
+    assert len(kinds) == 5 and kind(x) in kinds
+
+
+@contextmanager
+def cuda_autocast(dtype):
+    """torch.autocast("cuda", dtype), which does not begin without a GPU."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
 
 
 def test_a_kind_comes_with_the_addresses():

@@ -86,3 +86,8 @@ def allows_tf32() -> bool:
     """Whether torch allows float32 products on a GPU to round their factors to TensorFloat-32."""
     # What torch.backends.cuda.matmul.fp32_precision says, by whichever of torch's settings, in a quarter of the time.
     return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """The dtype to which :class:`torch.autocast` casts on NVIDIA GPUs now; None where it does not."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None

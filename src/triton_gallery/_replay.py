@@ -8,7 +8,7 @@ from types import BuiltinFunctionType, CellType, FunctionType
 import torch
 from torch.autograd import forward_ad
 
-from ._arguments import allows_tf32, is_plain, is_tracing
+from ._arguments import allows_tf32, autocast_dtype, is_plain, is_tracing
 from ._launch import HOOKS, INTERPRET, TENSORS, Tape, Varying, cdiv, handles, recording, tensor_of
 
 _MAX_REPLAYS = 4096
@@ -30,9 +30,9 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
     runs once. What it launched is kept, and a call like it makes new outputs and launches the same on them. Where a
     gradient is needed, what is kept is the :class:`torch.autograd.Function` that was applied, and to which arguments.
 
-    A call takes the usual way when it is traced or under autocast, when a kernel met a tensor that is no argument,
-    output, `scratch` or `table`, and when an output is no dense tensor of its own. `function` must depend on nothing
-    but its arguments and the two global settings that `_kind` begins with.
+    A call takes the usual way when it is traced, when a kernel met a tensor that is no argument, output, `scratch` or
+    `table` (one that autocast made, say), and when an output is no dense tensor of its own. `function` must depend on
+    nothing but its arguments and the global settings that `_kind` begins with.
 
     Args:
         function: what is called.
@@ -58,7 +58,7 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
                 if device is None or _can_launch(device):
                     return again(values, addresses)
                 return function(*args, **kwargs)
-        if is_tracing() or torch.is_autocast_enabled():  # for CUDA
+        if is_tracing():
             return function(*args, **kwargs)
         if not kwargs and varying in range(len(values)) and _is_int64(values[varying]):
             args = values = (*values[:varying], Varying(values[varying]), *values[varying + 1 :])
@@ -101,7 +101,7 @@ def _kind(args: Iterable, addresses: list[int]) -> tuple | None:
     if forward_ad._current_level >= 0:
         return None
     grad_enabled = torch.is_grad_enabled()
-    key = [allows_tf32(), torch._C._get_deterministic_algorithms()]
+    key = [allows_tf32(), torch._C._get_deterministic_algorithms(), autocast_dtype()]
     for arg in args:
         kind = type(arg)
         if kind in TENSORS:
@@ -225,6 +225,7 @@ def _recognizer(values: tuple, varying: int | None) -> Callable[[tuple], list[in
     grad_enabled = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
     deterministic = torch._C._get_deterministic_algorithms()
     tf32 = allows_tf32() if any(x.dtype == torch.float32 for x in tensors) else None
+    autocasts_to = autocast_dtype()  # whether it does at all the guards see
     try:
         hash(tuple(others))  # what has none may change
         addresses = [x.data_ptr() for x in tensors]
@@ -268,6 +269,7 @@ def _recognizer(values: tuple, varying: int | None) -> Callable[[tuple], list[in
             and (grad_enabled is None or _is_grad_enabled() is grad_enabled)
             and _is_deterministic() is deterministic
             and (tf32 is None or allows_tf32() is tf32)
+            and (autocasts_to is None or autocast_dtype() is autocasts_to)
             and (not varies or _is_int64(values[varying]))
             and (n_once == 1 or len(set(addresses)) == n_once)
         )
