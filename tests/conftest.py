@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 import triton_gallery  # noqa: F401  before anything imports triton: it may switch the interpreter on
 from accuracy import DEVICE, FEW
-from triton_gallery._launch import forget_replays
+from triton_gallery._replay import forget_replays
 
 
 @pytest.fixture

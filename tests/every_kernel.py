@@ -11,8 +11,8 @@ import torch
 import triton
 
 import triton_gallery as tg
-from triton_gallery import _launch
-from triton_gallery._launch import forget_replays
+from triton_gallery import _launch, _replay
+from triton_gallery._replay import forget_replays
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 DEVICE = torch.accelerator.current_accelerator(check_available=True)
@@ -80,7 +80,7 @@ empty_as = attention_module._empty_as
 attention_module._empty_as = lambda *args: empty_as(*args).zero_()
 if (plan := tg.hopper.load("matmul_plan")) is not None:
     plan.scratch = lambda *args: _launch.scratch(*args).zero_()
-_launch._empty_strided = None  # calls that are replayed take the function below instead
+_replay._empty_strided = None  # calls that are replayed take the function below instead
 empty_strided = torch.empty_strided
 torch.empty_strided = lambda *args, **kwargs: empty_strided(*args, **kwargs).zero_()
 
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     hook.add(count)
     run_all()
     hook.remove(count)
-    # Without the hook, calls after the first take the short ways of `_launch`.
+    # Without the hook, calls after the first take the short ways of `_launch` and `_replay`.
     forget_replays()
     for _ in range(3):
         run_all()

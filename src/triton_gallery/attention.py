@@ -8,27 +8,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper
-from ._launch import (
-    allows_tf32,
-    apply,
-    autocast,
-    batch_first,
-    cdiv,
-    check_same_device,
-    check_tensor,
-    cuda_arch,
-    descriptor,
-    differentiable,
-    is_amd,
-    is_hopper,
-    is_transformed,
-    launch,
-    needs_autograd,
-    next_power_of_2,
-    operator,
-    replayed,
-    scratch,
-)
+from ._arguments import allows_tf32, autocast, check_same_device, check_tensor, is_transformed, needs_autograd
+from ._launch import cdiv, cuda_arch, descriptor, is_amd, is_hopper, launch, next_power_of_2, scratch
+from ._registration import apply, batch_first, differentiable, operator
+from ._replay import replayed
 
 _MAX_HEAD_DIM = 256
 # Keys and values of the heads that run at the same time should stay in the L2 cache; 32 MiB leave room for the rest.
@@ -790,7 +773,8 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        backward = _attention_bwd if is_transformed() else _AttentionBackward.apply
+        differentiated = torch.is_grad_enabled() and not is_transformed()
+        backward = _AttentionBackward.apply if differentiated else _attention_bwd
         return *backward(dout, dlse, q, k, v, out, lse, *ctx.constants), None, None, None
 
 

@@ -1,23 +1,16 @@
 """Dropout without a mask in memory: the backward pass draws the same random numbers again."""
 
+import functools
 import threading
 
 import torch
 import triton
 import triton.language as tl
 
-from ._launch import (
-    cdiv,
-    check_same_device,
-    check_tensor,
-    collapse,
-    differentiable,
-    index_dtype,
-    is_tracing,
-    launch,
-    needs_autograd,
-    operator,
-)
+from ._arguments import check_same_device, check_tensor, is_tracing, needs_autograd
+from ._launch import cdiv, collapse, index_dtype, launch
+from ._registration import apply, differentiable, operator
+from ._replay import replayed
 
 _SEED_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _BLOCK_SIZE = 1024
@@ -115,8 +108,7 @@ def _empty_output(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, 
     return torch.empty_like(x)
 
 
-# Not replayed: each call has a seed of its own.
-@operator(fake=_empty_output, replay=False)
+@operator(fake=_empty_output, varying=1)
 def _dropout(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: float) -> torch.Tensor:
     if p == 1:
         return torch.zeros_like(x)
@@ -173,7 +165,7 @@ differentiable(_dropout, _Dropout)
 
 def _apply(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: float) -> torch.Tensor:
     if needs_autograd(x):
-        return _Dropout.apply(x, seed, seed_tensor, p)
+        return apply(_Dropout, x, seed, seed_tensor, p)
     return _dropout(x, seed, seed_tensor, p)
 
 
@@ -181,13 +173,17 @@ def _resolve(seed: int | torch.Tensor | None, device: torch.device) -> tuple[int
     """The seed as a number, or (second) as one int64 in the device's memory, which no call waits for."""
     if isinstance(seed, torch.Tensor):
         return 0, seed.to(torch.int64)
-    if isinstance(seed, int):
-        # The 64 bits count: -1 and 2**64 - 1 are the same seed.
-        return (seed - 2**64 if seed >= 2**63 else seed), None
-    if device.type != "cuda" or is_tracing() or torch.cuda.is_current_stream_capturing():
+    if seed is None:
         # Drawn on the device, so that each replay of a CUDA graph or run of a compiled function draws anew.
         return 0, torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
-    return _draw_seed(torch.cuda.default_generators[device.index]), None
+    return seed, None
+
+
+def _draws_on_host(x: object) -> bool:
+    """Whether a seed may be a number of this call alone, which no CUDA graph and no compiled function keeps."""
+    return (
+        isinstance(x, torch.Tensor) and x.is_cuda and not is_tracing() and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 _generator_lock = threading.Lock()
@@ -218,6 +214,22 @@ def _check_seed(seed: object, x: torch.Tensor) -> None:
         raise TypeError(f"dropout: seed must be an int, an integer tensor or None, got {type(seed).__name__}")
     elif seed is not None and not -(2**63) <= seed < 2**64:
         raise ValueError(f"dropout: seed must be in [-2**63, 2**64), got {seed}")
+
+
+@functools.partial(replayed, varying=3)
+def _checked_dropout(x: torch.Tensor, p: float, training: bool, seed: int | torch.Tensor | None) -> torch.Tensor:
+    check_tensor("dropout", "x", x)
+    if isinstance(p, bool) or not isinstance(p, (int, float)):
+        raise TypeError(f"dropout: p must be a Python number, got {type(p).__name__}")
+    # NaN fails every comparison, so it lands here too.
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p must be in [0, 1], got {p}")
+    if not isinstance(training, bool):
+        raise TypeError(f"dropout: training must be True or False, got {type(training).__name__}")
+    _check_seed(seed, x)
+    if not training or p == 0:
+        return x
+    return _apply(x, *_resolve(seed, x.device), float(p))
 
 
 def dropout(
@@ -265,15 +277,9 @@ def dropout(
         Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting, JMLR 2014.
         Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
     """
-    check_tensor("dropout", "x", x)
-    if isinstance(p, bool) or not isinstance(p, (int, float)):
-        raise TypeError(f"dropout: p must be a Python number, got {type(p).__name__}")
-    # NaN fails every comparison, so it lands here too.
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout: p must be in [0, 1], got {p}")
-    if not isinstance(training, bool):
-        raise TypeError(f"dropout: training must be True or False, got {type(training).__name__}")
-    _check_seed(seed, x)
-    if not training or p == 0:
-        return x
-    return _apply(x, *_resolve(seed, x.device), float(p))
+    if seed is None and training is True and type(p) in (int, float) and p > 0 and _draws_on_host(x):
+        seed = _draw_seed(torch.cuda.default_generators[x.get_device()])
+    elif isinstance(seed, int) and 2**63 <= seed < 2**64:
+        # The 64 bits count: -1 and 2**64 - 1 are the same seed.
+        seed -= 2**64
+    return _checked_dropout(x, p, training, seed)

@@ -9,25 +9,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import hopper
-from ._launch import (
-    FLOATS,
-    apply,
-    cdiv,
-    check_same_device,
-    check_tensor,
-    differentiable,
-    is_hopper,
-    is_transformed,
-    launch,
-    needs_autograd,
-    next_power_of_2,
-    num_multiprocessors,
-    one_by_one,
-    operator,
-    pdl,
-    replayed,
-    scratch,
-)
+from ._arguments import FLOATS, check_same_device, check_tensor, is_transformed, needs_autograd
+from ._launch import cdiv, is_hopper, launch, next_power_of_2, num_multiprocessors, pdl, scratch
+from ._registration import apply, differentiable, one_by_one, operator
+from ._replay import replayed
 
 # Rows of up to this many bytes stay in the registers of one program, and those of which each number takes a load of its
 # own up to this many elements; the forward pass reads longer ones twice.

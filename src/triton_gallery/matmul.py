@@ -8,30 +8,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import hopper
-from ._launch import (
-    FLOATS,
-    aligned_batches,
-    allows_tf32,
-    apply,
-    autocast,
-    broadcast,
-    cdiv,
-    check_same_device,
-    check_tensor,
-    collapse,
-    cuda_arch,
-    differentiable,
-    is_amd,
-    is_hopper,
-    is_transformed,
-    launch,
-    needs_autograd,
-    num_multiprocessors,
-    one_by_one,
-    operator,
-    pdl,
-    replayed,
-)
+from ._arguments import FLOATS, allows_tf32, autocast, check_same_device, check_tensor, is_transformed, needs_autograd
+from ._launch import broadcast, cdiv, collapse, cuda_arch, is_amd, is_hopper, launch, num_multiprocessors, pdl
+from ._registration import aligned_batches, apply, differentiable, one_by_one, operator
+from ._replay import replayed
 
 _aten = torch.ops.aten
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

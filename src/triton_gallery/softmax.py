@@ -5,22 +5,10 @@ import triton
 import triton.language as tl
 
 from . import hopper
-from ._launch import (
-    FLOATS,
-    batch_first,
-    cdiv,
-    check_tensor,
-    collapse,
-    differentiable,
-    is_hopper,
-    launch,
-    needs_autograd,
-    next_power_of_2,
-    num_multiprocessors,
-    operator,
-    replayed,
-    scratch,
-)
+from ._arguments import FLOATS, check_tensor, needs_autograd
+from ._launch import cdiv, collapse, is_hopper, launch, next_power_of_2, num_multiprocessors, scratch
+from ._registration import apply, batch_first, differentiable, operator
+from ._replay import replayed
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
@@ -573,7 +561,7 @@ def _apply(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log
     if x.dtype not in FLOATS:
         x = x.to(dtype)
     if needs_autograd(x):
-        return _Softmax.apply(x, dim, dtype, is_log)
+        return apply(_Softmax, x, dim, dtype, is_log)
     return _softmax_fwd(x, dim, dtype, is_log)
 
 

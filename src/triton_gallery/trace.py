@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._launch import _launch_interpreted
+from ._launch import launch_interpreted
 
 _ADDRESS_BITS = 48  # what a process can address; the bits above are free
 _ADDRESS = np.uint64(2**_ADDRESS_BITS - 1)
@@ -232,7 +232,7 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         stack.enter_context(recorder.attached())
         if names:
             stack.enter_context(watcher.attached())
-        _launch_interpreted(function, grid, tuple(bound.arguments.values()), {})
+        launch_interpreted(function, grid, tuple(bound.arguments.values()), {})
     if unknown := [name for name in names if not watcher.changes[name]]:
         raise ValueError(f"trace: watch must name variables that the kernel sets, got {', '.join(unknown)}")
     return Trace(kernel.fn.__name__, (*grid, 1, 1)[:3], recorder.tensors, recorder.accesses, watcher.changes)

@@ -6,22 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import (
-    FLOATS,
-    aligned_batches,
-    apply,
-    broadcast,
-    cdiv,
-    check_same_device,
-    check_tensor,
-    collapse,
-    differentiable,
-    index_dtype,
-    launch,
-    needs_autograd,
-    operator,
-    replayed,
-)
+from ._arguments import FLOATS, check_same_device, check_tensor, needs_autograd
+from ._launch import broadcast, cdiv, collapse, index_dtype, launch
+from ._registration import aligned_batches, apply, differentiable, operator
+from ._replay import replayed
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _BLOCK_SIZE = 1024

@@ -1,0 +1,93 @@
+"""What an operation does with its arguments before a kernel sees them: checks, autocast, and who else may want them."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.autograd import forward_ad
+
+from ._launch import INTERPRET, TENSORS, is_compile_only
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Refuse what is not a dense tensor of one of `dtypes` on a device that can run a kernel."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must have one of the dtypes {allowed}, got {got}")
+    if x.is_nested:
+        raise TypeError(f"{op}: {name} must not be a nested tensor; call .to_padded_tensor() or .unbind() first")
+    if x.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}; call .to_dense() first")
+    device = x.device.type
+    if device == "cpu" and not INTERPRET:
+        raise ValueError(
+            f"{op}: {name} must be on a GPU, got device cpu; move it there, or set TRITON_INTERPRET=1 before importing "
+            "triton to run on CPU tensors in the interpreter"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(f"{op}: forward-mode differentiation is not supported; use reverse mode (backward)")
+    if device == "meta" and not is_compile_only() and not is_tracing():
+        raise ValueError(f"{op}: {name} must hold data, got a meta tensor")
+
+
+def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
+    """Refuse tensors (None is skipped) that live on different devices."""
+    present = [(name, x) for name, x in tensors.items() if x is not None]
+    first_name, first = present[0]
+    for name, x in present[1:]:
+        if x.device != first.device:
+            raise ValueError(f"{op}: {name} must be on the device of {first_name}, {first.device}, got {x.device}")
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is at work, whose tensors have no memory of their own."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile, another tracer or a transform, not the device, will get what is called now."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or is_transformed()
+        or torch._C._is_tracing()
+    )
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether x's memory holds its elements, as no view with a pending sign and no wrapper's does."""
+    return (
+        type(x) in TENSORS
+        and not x.is_neg()
+        and not x._is_zerotensor()
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+    )
+
+
+def needs_autograd(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd has to record a function of these tensors. In a transform the registered operators see to it."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors) and not is_transformed()
+
+
+def autocast(*tensors: torch.Tensor | None) -> Iterable[torch.Tensor | None]:
+    """The tensors as :class:`torch.autocast` casts those of a matrix product; None, float64 and float8 stay."""
+    device = next(x.device.type for x in tensors if x is not None)
+    if device not in ("cpu", "cuda", "xpu") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x is not None and x.dtype in FLOATS[:3] else x for x in tensors]
+
+
+def allows_tf32() -> bool:
+    """Whether torch allows float32 products on a GPU to round their factors to TensorFloat-32."""
+    # What torch.backends.cuda.matmul.fp32_precision says, by whichever of torch's settings, in a quarter of the time.
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """The dtype to which :class:`torch.autocast` casts on NVIDIA GPUs now; None where it does not."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None

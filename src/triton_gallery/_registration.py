@@ -1,0 +1,129 @@
+"""The registration of operators with torch: what torch.compile, other tracers, transforms and autograd see."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from ._arguments import is_plain, is_tracing, is_transformed, needs_autograd
+from ._launch import recording
+from ._replay import replayed
+
+
+def apply(function: type[torch.autograd.Function], *args):
+    """``function.apply(*args)``, also under torch.compile when a tensor stands twice among the arguments."""
+    if torch.compiler.is_compiling():
+        args = [
+            arg.view_as(arg) if isinstance(arg, torch.Tensor) and any(arg is x for x in args[:i]) else arg
+            for i, arg in enumerate(args)
+        ]
+        return function.apply(*args)
+    output = function.apply(*args)
+    if recording.applications is not None:
+        recording.applications.append((function, args, output))
+    return output
+
+
+def operator(fake: Callable, vmap: Callable | None = None, varying: int | None = None) -> Callable:
+    """Register a launcher as ``torch.ops.triton_gallery.<name>`` without a cost for eager calls.
+
+    Args:
+        fake: takes the launcher's arguments and returns empty outputs of the right shape, dtype and strides.
+        vmap: the rule for a batch of calls, like the static method `vmap` of :class:`torch.autograd.Function`; without
+            one they are made one after another.
+        varying: the position of an argument that is another one at each call, as in `replayed`.
+
+    ``torch.compile`` and other tracers see one opaque operator, and torch resolves what is no plain tensor; an eager
+    call goes straight to the launcher, because the dispatcher would cost more host time than the launch. The launcher's
+    annotations give the operator's schema.
+    """
+
+    def decorate(launcher: Callable) -> Callable:
+        name = launcher.__name__.removeprefix("_")
+        registered = torch.library.custom_op(f"triton_gallery::{name}", launcher, mutates_args=())
+        registered.register_fake(fake)
+        overload = getattr(torch.ops.triton_gallery, name).default
+
+        @functools.wraps(launcher)
+        def launch_or_dispatch(*args):
+            # What is compiled finds the rule of a vmap at the operator, which then takes itself out of the way.
+            if torch.compiler.is_compiling() or _dispatch_key_is_excluded(_VMAP):
+                return overload(*args)
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            # The rule of a vmap calls with tensors that autograd, around it, has to follow.
+            if is_transformed() or needs_autograd(*tensors):
+                return call.transformed.apply(*args)
+            return launcher(*args) if all(map(is_plain, tensors)) and not is_tracing() else overload(*args)
+
+        call = replayed(launch_or_dispatch, varying)
+        rule = vmap or functools.partial(one_by_one, call)
+        registered.register_vmap(rule)
+        call.registered, call.transformed = registered, _transformed(call, rule)
+        return call
+
+    return decorate
+
+
+_VMAP = torch._C.DispatchKey.FuncTorchBatched
+_dispatch_key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+def _transformed(op: Callable, rule: Callable) -> type:
+    """The operator for the transforms of ``torch.func``.
+
+    They want a class of this form, which costs every call 15 µs; so eager calls use others.
+    """
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*args):
+            return op(*args)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise NotImplementedError(f"triton_gallery.{op.__name__.removeprefix('_')} has no derivative")
+
+        vmap = staticmethod(rule)
+
+    return Transformed
+
+
+def differentiable(op: Callable, function: type) -> None:
+    """Let what traces and transforms differentiate `op` as `function`, by its methods `setup` and `backward`."""
+    op.registered.register_autograd(function.backward, setup_context=function.setup)
+    op.transformed.setup_context = staticmethod(function.setup)
+    op.transformed.backward = staticmethod(function.backward)
+
+
+def one_by_one(op: Callable, info, in_dims: tuple, *args) -> tuple:
+    """The rule of vmap that always works: a call for each member of the batch."""
+    results = []
+    for i in range(info.batch_size):
+        results.append(op(*(arg if d is None else arg.select(d, i) for arg, d in zip(args, in_dims, strict=True))))
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results), 0
+    return tuple(map(torch.stack, zip(*results, strict=True))), 0
+
+
+def batch_first(x: torch.Tensor | None, dim: int | None, batch_size: int) -> torch.Tensor | None:
+    """x with the dimension `dim` of a vmap in front; expanded there when x is the same for the whole batch."""
+    if x is None:
+        return None
+    return x.expand(batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def aligned_batches(tensors: tuple[torch.Tensor, ...], in_dims: tuple) -> list[torch.Tensor]:
+    """Each tensor with its batch dimension in front, and behind it so many dimensions that they broadcast as before."""
+    ndim = max(x.ndim - (d is not None) for x, d in zip(tensors, in_dims, strict=True))
+
+    def align(x, d):
+        if d is None:
+            return x
+        x = x.movedim(d, 0)
+        return x.reshape(x.shape[0], *(1,) * (ndim + 1 - x.ndim), *x.shape[1:])
+
+    return [align(x, d) for x, d in zip(tensors, in_dims, strict=True)]
