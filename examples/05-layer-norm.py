@@ -236,6 +236,14 @@ torch.testing.assert_close(y, expected)
 # - `dw` and `db` are tiles like `x`: within the loop each lane adds to its own number and waits for nobody. The
 #   rows of a tile meet once, after the loop.
 # - In the second kernel a program owns 16 columns, loads all partial rows of them as one tile and adds them up.
+# - `PDL` stands for *programmatic dependent launch*, which NVIDIA's GPUs have from Hopper on. The first kernel calls
+#   `gdc_launch_dependents` when it has nothing left to do but store its sums. Then the GPU starts programs of the
+#   second one wherever there is room, and those wait in `gdc_wait` until the first kernel has ended. It saves a
+#   microsecond or two between the kernels. Our launcher below leaves it off.
+#
+# Rows of 2049 to 8192 numbers of 16 bits take a kernel that sums the same way, but cuts a row into equal blocks, as the
+# forward pass will do below, and keeps `x` and `dy` as they were loaded (`_layer_norm_bwd_blocks_kernel`). The next
+# power of two may be nearly twice the row; of the last block at most a part is empty.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -732,8 +740,8 @@ long_report
 # over several dimensions at once, such as the channels, height and width of an image.
 #
 # - 32768 × 768: four short rows share a tile. Since 768 is no power of two, a quarter of its lanes stays empty.
-# - 16384 × 4096: a row fills a tile, without a gap.
-# - 8192 × 5120: a row takes a block of 8192, and three eighths of that stay empty.
+# - 16384 × 4096: a row is four blocks of 1024, without a gap.
+# - 8192 × 5120: five blocks, where a tile of one block would have 8192 lanes.
 # - 4096 × 12288: on Hopper, rows wait in shared memory, and a program has a multiprocessor to itself.
 # - 2048 × 65536: rows are cut into blocks of columns. That makes five trips, of which three are credited.
 #
@@ -774,14 +782,11 @@ shapes_report.plot()
 shapes_report
 
 # %%
-# Nearest to a copy is the tile without a gap, at
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 16384×4096`. The block for 5120 columns costs twice,
-# by its empty lanes and by leaving room for one program only:
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 8192×5120`. At 12288 columns nothing is empty, and
-# with one program on each multiprocessor it is
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 4096×12288`, less than in float16 above, for which we
-# know no reason. Five trips leave 60 % at best, and we get
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 2048×65536`. Against the best other provider, the
+# Nearest to a copy are 4096 columns, at :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 16384×4096`;
+# with 5120 it is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 8192×5120`. At 12288 columns, with
+# one program on each multiprocessor, it is
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 4096×12288`. Five trips leave 60 % at best, and we
+# get :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 2048×65536`. Against the best other provider, the
 # lowest of the five ratios is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
 #
 # The registers are the budget
@@ -796,9 +801,10 @@ tg.codegen.inspect(
 )
 
 # %%
-# At this length the forward kernel is the one with blocks, eight of which hold a row. The backward kernel holds four
-# tiles, `x`, `dy` and the sums for `dw` and `db`, and the weight besides, and uses the registers to match. It has
-# shared memory as well: that is where the loads of later tiles wait, which the pipelined loop started ahead of time.
+# At this length both kernels are those with blocks: eight of them hold a row on the way forward, and four on the way
+# back. The backward kernel holds `x`, `dy` and the weight as they were loaded and the sums for `dw` and `db` in
+# float32, and uses the registers to match. It has shared memory as well: that is where the loads of later rows wait,
+# which the pipelined loop started ahead of time.
 #
 # Here is the kernel from the top of the page line by line, at 1024 columns, where a tile has two rows. The line with
 # `tl.where` became a select for each number, `FSEL` in SASS, and no branch.
@@ -817,12 +823,12 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer, and for the backward pass there are two launches.
 # From there on the rate should rise with :math:`N`. The curve of the backward pass has teeth: it drops where a row has
-# just outgrown its block, and climbs as the next one fills. Behind :math:`N = 4096` a block is twice as long. Behind
-# 8192 four tiles no longer fit into registers. Up to 16384 columns of 16 bits, Hopper has room for `x`, `dy` and the
-# weight in its shared memory, from where they can be read twice, and registers hold the sums alone
-# (`hopper/layer_norm.py`, in Gluon); there a row is made of chunks of 4096, and the fourth begins behind 12288. Longer
-# rows, and all of them on other GPUs, are cut into column blocks. The row sums then need a pass of their own over `x`
-# and `dy`: five trips instead of three.
+# just outgrown its block, and climbs as the next one fills. Behind :math:`N = 5120` a block has 2048 numbers, and a
+# multiprocessor room for one program. Behind 8192 a row and its sums no longer fit into registers. Up to 16384 columns
+# of 16 bits, Hopper has room for `x`, `dy` and the weight in its shared memory, from where they can be read twice, and
+# registers hold the sums alone (`hopper/layer_norm.py`, in Gluon); there a row is made of chunks of 4096, and the
+# fourth begins behind 12288. Longer rows, and all of them on other GPUs, are cut into column blocks. The row sums then
+# need a pass of their own over `x` and `dy`: five trips instead of three.
 #
 # With 8192 columns we reach, as shares of a copy's rate and of the best other one's:
 #
