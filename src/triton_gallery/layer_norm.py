@@ -448,9 +448,7 @@ def _bwd_in_blocks(dy: torch.Tensor, x: torch.Tensor, n_cols: int) -> tuple[int,
     """
     if x.element_size() != 2 or dy.element_size() != 2 or dy.stride(1) != 1 or n_cols % 16 or not 2048 < n_cols <= 8192:
         return None
-    if n_cols <= 5120:
-        return 1024, 4 if n_cols <= 4608 else 8, 3 if n_cols <= 3072 else 2
-    return 2048, 8, 1
+    return (1024, 4, 3 if n_cols <= 3072 else 2) if n_cols <= 5120 else (2048, 8, 1)
 
 
 def _rows(x: torch.Tensor, n_cols: int, col_strides: tuple[int, ...] = (1,)) -> torch.Tensor:
