@@ -48,6 +48,8 @@ CALLS = [
     (lambda x, w, b: tg.layer_norm(x, (9, 13), w, b), [random(65, 9, 13, dtype=F32), *random(2, 9, 13, dtype=F32)]),
     (lambda x, w: tg.rms_norm(x, (40999,), w), [random(3, 40999), random(40999)]),
     (lambda x: tg.layer_norm(x, (9001,)), [random(5, 9001)]),
+    (lambda x, w, b: tg.layer_norm(x, (2064,), w, b), [random(500, 2064), random(2064), random(2064)]),
+    (lambda x: tg.rms_norm(x, (5136,)), [random(3, 5136)]),
     (lambda x, w: tg.rms_norm(x, (50001,), w), [random(5, 50001), random(50001)]),
     (lambda x, w, b: tg.layer_norm(x, (9008,), w, b), [random(300, 9008), random(9008), random(9008)]),
     (lambda x: tg.rms_norm(x, (12304,)), [random(3, 12304)]),

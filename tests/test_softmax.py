@@ -143,6 +143,14 @@ def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
 
 @pytest.mark.gpu
 @OPS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("shape", [(4, 9000), (300, 9002), (300, 40_000), (4, 150_000)], ids=str)
+def test_long_rows_with_a_float64_result(op, dtype, shape, device):
+    check(op, torch.randn(shape, device=device).to(dtype), dtype=torch.float64)
+
+
+@pytest.mark.gpu
+@OPS
 @pytest.mark.parametrize("n_rows", [1, 2, 301, 304])
 def test_the_last_row_ends_with_the_memory(op, n_rows, device):
     check(op, torch.randn(n_rows, 20_001, device=device).mul(3).half())
