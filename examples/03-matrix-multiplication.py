@@ -964,15 +964,15 @@ for report in (report_fp16, report_bf16, report_fp8):
 # sum of the parts.
 #
 # With a long :math:`K` torch is ahead. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of
-# torch's rate at the end of the sweep, and at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` with
-# :math:`K = 4096`. Two launches, the second of which waits for the first, are a high price for so little work. With
-# :math:`K = 1024`, which is not cut, it is :measured:`matmul-long-fp16: triton_gallery / torch at 1024`.
+# torch's rate at the end of the sweep, and at worst at
+# :measured:`matmul-long-fp16: triton_gallery / torch at worst`. The parts go to memory in float32 and come back, which
+# is a high price for so little work. With :math:`K = 1024`, which is not cut, it is
+# :measured:`matmul-long-fp16: triton_gallery / torch at 1024`.
 #
-# With odd sides the copies pay from about 1000 on: at 4095³ our rate is
-# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095` torch's. `torch.compile` pads, too, and is ahead there: we
-# reach :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` of its rate, and the copy of the result
-# alone takes a good part of the difference. Below, copies cost more than they save, narrow loads are slow, and at 511³
-# we are at :measured:`matmul-odd-fp16: triton_gallery / torch at 511`.
+# With odd sides the copies pay at all sizes of the sweep: at 511³ our rate is
+# :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
+# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, from 2047 on, and is a little
+# ahead there: we reach :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` of its rate at 4095³.
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
 # other one at 1024³, where a launch counts. In larger products they save a trip to memory and cost the matrix unit a

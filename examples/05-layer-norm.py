@@ -839,7 +839,7 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at worst`
 #
 # All of this is the GPU's time. A backward pass also takes the host tens of microseconds, ours more than torch's: it
-# walks through autograd, allocates five tensors and launches two kernels, in Python, where torch does all of it in C++.
+# walks through autograd, allocates and launches two kernels in Python, where torch does all of it in C++.
 # Where rows are short and few, the GPU waits for that.
 #
 # The strongest forward pass beside ours is that of `torch.compile` at lengths such as 14336, where ours runs at
