@@ -72,7 +72,7 @@ lint: $(INSTALLED)  ## Check style, and the generated pages for names that nothi
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) docs/_ext/gallery.py --all build/lint --keep-references
-	$(PY) -m ruff check --select F821,F823 build/lint
+	$(PY) -m ruff check --select F401,F821,F823 build/lint
 	$(if $(VENV),$(VENV)/bin/)zizmor --offline --quiet .github
 	$(PY) -m sphinxlint --max-line-length 120 -i docs/_generated -i docs/getting-started/tutorials -i docs/python-api/generated \
 	  docs examples README.md

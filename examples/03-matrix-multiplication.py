@@ -279,6 +279,8 @@ for group in (1, 8):
 # The third rung is the kernel that `triton_gallery.matmul` has for every GPU. It adds what a library needs: any
 # strides, a batch, 64-bit offsets, a bias and an activation. The loop in its middle is still ours.
 
+from triton.language.extra.cuda import gdc_launch_dependents
+
 # quote: triton_gallery.matmul._activate
 # quote: triton_gallery.matmul._matmul_kernel
 
@@ -391,7 +393,8 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   that the copies for the next rounds are under way while the matrix unit works on this one. More stages hide more of
 #   the memory's latency, and take room from larger tiles. `num_stages` is a matter of the launch, as `num_warps` is;
 #   `my_matmul` leaves it at Triton's 3.
-# - `pre_ptr` is for the gradient: GELU's, for example, needs the sums as they were before the activation.
+# - `pre_ptr` is for the gradient: GELU's, for example, needs the sums as they were before the activation. `PDL` is for
+#   products in parts, further down.
 # - `offs_k`, the rows and the batch are 64-bit numbers before they meet a stride, because a matrix may have more than
 #   :math:`2^{31}` elements.
 

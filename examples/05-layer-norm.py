@@ -217,6 +217,8 @@ torch.testing.assert_close(y, expected)
 # called persistent. Over the whole walk the sums for `dw` and `db` stay in float32 registers, and memory sees them
 # once.
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 # quote: triton_gallery.layer_norm._layer_norm_bwd_kernel
 # quote: triton_gallery.layer_norm._layer_norm_bwd_dwdb_kernel
 
