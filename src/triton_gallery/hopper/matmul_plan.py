@@ -5,7 +5,7 @@ Three things are decided here, from the sizes alone, so that equal calls give eq
 - Large products go to the kernel that works with TMA and specialized warps, small and thin ones to the pointer kernel.
 - Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
   tile in float32, and a second kernel adds up the parts, always in the same order.
-- TMA wants rows that begin at multiples of 16 bytes. Large matrices with other rows are copied to ones that have them.
+- TMA wants rows that begin at multiples of 16 bytes. All but tiny matrices with other rows are copied to ones that do.
 
 The rates below are what we measured on an H200, rounded; they only have to put the choices into the right order.
 """
