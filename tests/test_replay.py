@@ -1,5 +1,8 @@
+import ctypes
+import gc
 import importlib
 import threading
+import weakref
 from contextlib import contextmanager
 from types import BuiltinFunctionType
 
@@ -9,16 +12,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import triton_gallery as tg
 from triton_gallery import _launch, _replay
-from triton_gallery._launch import Tape, Varying, recording
+from triton_gallery._launch import Tape, Varying, recording, table
 from triton_gallery._registration import apply
 from triton_gallery._replay import (
     _allocation,
+    _compiled,
     _innermost,
     _is_dense,
     _kind,
     _recognizer,
     _Replay,
     forget_replays,
+    forward_by,
     replayed,
 )
 
@@ -50,10 +55,18 @@ def inputs(device, dtype=torch.float16):
 
 @pytest.fixture
 def replays(monkeypatch):
-    """The replays that ran, one entry each."""
+    """An entry for each replay that ran."""
     ran = []
-    run = _Replay.__call__
-    monkeypatch.setattr(_Replay, "__call__", lambda self, *args: ran.append(self) or run(self, *args))
+    of = _Replay.of
+
+    def counted(*args):
+        replay = of(*args)
+        if replay is not None:
+            run = replay.run
+            replay.run = lambda *args: ran.append(None) or run(*args)
+        return replay
+
+    monkeypatch.setattr(_Replay, "of", counted)
     return ran
 
 
@@ -510,7 +523,10 @@ def test_a_replay_launches_on_the_addresses_of_the_call(with_descriptor, launche
     kept = []
     for new_stream, new_x, seed in ((7, x, 1), (7, torch.randn(4, 6), 2), (8, x, 3), (7, x, 24), (7, x, 24)):
         stream[0] = new_stream
-        kept.append(replay((described.base, new_x, y, seed), [described.base.data_ptr(), new_x.data_ptr(), 0]))
+        values = described.base, new_x, y, seed
+        # Whoever has the addresses already hands them over.
+        addresses = [[described.base.data_ptr(), new_x.data_ptr(), 0]] if new_stream == 7 else []
+        kept.append(replay.run(values, *addresses))
         # What a walk through the launcher would hand to the driver.
         whole = {Launcher: lambda a: (*a[:5], *a[6:]), Packing: lambda a: (*a[:9], *a[9]), Hiding: lambda a: a[0][0]}
         *launch, constant = whole[launcher](driver.seen[-1])
@@ -892,3 +908,199 @@ def test_a_seed_with_a_gradient(fake_gpu):
         assert torch.equal(out, x * seed)
         assert torch.equal(torch.autograd.grad(out, x, torch.ones(64))[0], torch.full((64,), float(seed)))
     assert len(ran) == 1
+
+
+def test_tables_live_as_long_as_a_call_that_reads_them(fake_gpu):
+    made = []
+
+    def with_table(x):
+        out, numbers = torch.empty_like(x), table(torch.arange(3))
+        made.append(weakref.ref(numbers))
+        fake_launch(x, out, numbers)
+        return out
+
+    call, ran = make(with_table)
+    for _ in range(3):
+        call(aligned(64))
+    # As when there are too many.
+    _replay._caches[-1][0].clear()
+    gc.collect()
+    call(aligned(64))
+    assert len(ran) == 1 and fake_gpu[-1][2] == made[0]().data_ptr()
+    forget_replays()
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_other_shapes_are_not_other_texts(fake_gpu, replays):
+    call, _ = make(doubled)
+    gradient, _ = make(lambda x, factor: apply(Scale, x, factor, x)[0])
+    n_texts = []
+    for i in range(2, 20):
+        for _ in range(3):
+            call(aligned(i, 4), i), gradient(aligned(i).requires_grad_(), i)
+        n_texts.append(_compiled.cache_info().currsize)
+    assert len(replays) == 36 and len(set(n_texts)) == 1
+
+
+# --- a function and its operator --------------------------------------------------------------------------------------
+
+
+def floats(address, n):
+    return torch.frombuffer((ctypes.c_float * n).from_address(address), dtype=torch.float32)
+
+
+@pytest.fixture
+def times(fake_gpu, monkeypatch):
+    """Multiplies each element by itself and a number, on the GPU that is none; as it is replayed, and what ran it."""
+
+    def driver(x, out, n, number):
+        fake_gpu.append((x, out, n, number))
+        floats(out, n).copy_(floats(x, n).square() * number)
+
+    run = Launcher(lambda *args: driver(*args[10:]))
+    monkeypatch.setitem(_launch.handles, "kernel", (run, "function", "metadata", (), -1))
+
+    def compute(x, number):
+        out = x.square() * number
+        fake_launch(x, out, x.numel(), number)
+        return out
+
+    op, ran = make(compute, varying=1)
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def setup(ctx, inputs, output):
+            x, ctx.number = inputs
+            ctx.save_for_backward(x)
+            ctx.needed = ctx.needs_input_grad
+
+        @staticmethod
+        def backward(ctx, dout):
+            assert ctx.needs_input_grad == ctx.needed == (True, False)
+            return 2 * ctx.number * ctx.saved_tensors[0] * dout, None
+
+    Times.op, Times.first_only = op, False
+    Times.forward = forward_by(lambda inputs: op(*inputs), Times)
+    call, called = make(lambda x, number: apply(Times, x, number), varying=1)
+    return call, called, ran
+
+
+def test_a_replay_stands_in_for_the_operator_of_a_function(times, fake_gpu, replays, monkeypatch):
+    call, called, ran = times
+    kinds = []
+    monkeypatch.setattr(_replay, "_kind", lambda *args: kinds.append(args) or _kind(*args))
+    nodes = set()
+    for i in range(5):
+        x = aligned(64).requires_grad_()
+        out = call(x, 3 + i)
+        assert torch.equal(out, x.square() * (3 + i))
+        (dx,) = torch.autograd.grad(out, x, torch.ones(64))
+        assert torch.equal(dx, 2 * (3 + i) * x)
+        nodes.add(type(out.grad_fn))
+        # Twice the call and its operator, and then the operator's replay is looked up.
+        assert (len(called), len(ran), len(replays), len(kinds)) == (min(i + 1, 2), 1, i, min(3 * i + 3, 6))
+        assert i == 0 or fake_gpu[-1] == (x.data_ptr(), out.data_ptr(), 64, 3 + i)
+    # The backward pass does not look like another function's.
+    (node,) = nodes
+    assert node.__name__ == "TimesBackward"
+    # Without a gradient the operator itself is called.
+    with torch.no_grad():
+        assert not call(x, 3).requires_grad and len(called) == 3
+
+
+def test_a_function_asks_for_the_device_and_the_hooks(times, replays, monkeypatch):
+    call, called, ran = times
+    x = aligned(64).requires_grad_()
+    for _ in range(3):
+        call(x, 2)
+    seen = len(replays)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert torch.equal(call(x, 2), 2 * x.square())
+    assert (len(called), len(ran), len(replays)) == (3, 2, seen)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)
+    _launch.HOOKS[1].add(print)
+    try:
+        assert torch.equal(call(x, 2), 2 * x.square())
+    finally:
+        _launch.HOOKS[1].remove(print)
+    assert (len(called), len(ran), len(replays)) == (4, 3, seen)
+    call(x, 2)
+    assert (len(called), len(replays)) == (4, seen + 1)
+
+
+def test_what_autograd_does_with_a_replayed_function(times, replays):
+    call, called, _ = times
+    for i in range(4):
+        x = aligned(64).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.float()):
+            out = call(x, 5)
+        assert out.grad_fn._raw_saved_tensors[0].data.dtype == torch.float64
+        (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        torch.testing.assert_close(dx, 10 * x)
+        torch.testing.assert_close(torch.autograd.grad(dx.sum(), x)[0], torch.full((64,), 10.0))
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            out = call(x, 5)
+        assert "traceback_" in out.grad_fn.metadata
+        x.data.add_(0), call(x, 5).sum().backward()
+        torch.testing.assert_close(x.grad, 10 * x)
+        out = call(x, 5)
+        with torch.no_grad():
+            x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        assert len(called) == 2 and len(replays) == 4 * i + 3
+
+
+def test_a_function_that_is_not_recognized_runs_its_operator(times, fake_gpu, replays):
+    call, called, ran = times
+    for _ in range(3):
+        x = aligned(65)[1:].requires_grad_()
+        out = call(x, 2)
+        assert torch.equal(out, 2 * x.square())
+    # Not aligned: the call is not recognized, its operator has a kind.
+    assert (len(called), len(ran), len(replays)) == (3, 1, 2)
+    # A class is as slow to make as ten calls.
+    assert len(type(out.grad_fn)._forward_cls.__subclasses__()) == 1
+
+
+def test_functions_in_many_threads(times):
+    call, called, _ = times
+    failures = []
+
+    def work(number):
+        for i in range(300):
+            x = torch.full((16,), float(number)).requires_grad_()
+            out = call(x, i)
+            (dx,) = torch.autograd.grad(out.sum(), x)
+            if not (torch.equal(out, i * x.square()) and torch.equal(dx, 2 * i * x)):
+                failures.append((number, i))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not failures and len(called) < 100  # of 1800: a few until one is remembered
+
+
+def test_autograd_sees_the_first_output_alone_where_it_shall(fake_gpu):
+    op, _ = make(lambda x: (doubled(x), doubled(x)))
+
+    class First(torch.autograd.Function):
+        @staticmethod
+        def setup(ctx, inputs, output):
+            ctx.save_for_backward(output[1])
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout * ctx.saved_tensors[0]
+
+    First.op, First.first_only = op, True
+    First.forward = forward_by(lambda inputs: op(*inputs), First)
+    call, called = make(lambda x: apply(First, x))
+    for i in range(4):
+        x = aligned(64).requires_grad_()
+        out = call(x)
+        assert out.shape == (64,) and len(out.grad_fn.saved_tensors) == 1 and len(called) == min(i + 1, 2)
+        if i:
+            launched = [launch[1] for launch in fake_gpu[-2:]]
+            assert launched == [out.data_ptr(), out.grad_fn.saved_tensors[0].data_ptr()]

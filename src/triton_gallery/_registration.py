@@ -7,7 +7,7 @@ import torch
 
 from ._arguments import is_plain, is_tracing, is_transformed, needs_autograd
 from ._launch import recording
-from ._replay import replayed
+from ._replay import forward_by, replayed
 
 
 def apply(function: type[torch.autograd.Function], *args):
@@ -92,8 +92,16 @@ def _transformed(op: Callable, rule: Callable) -> type:
     return Transformed
 
 
-def differentiable(op: Callable, function: type) -> None:
-    """Let what traces and transforms differentiate `op` as `function`, by its methods `setup` and `backward`."""
+def differentiable(op: Callable, function: type[torch.autograd.Function], first_only: bool = False) -> None:
+    """Let `function` apply `op`, and what traces and transforms differentiate `op` as `function`.
+
+    Args:
+        op: what `operator` made.
+        function: with the method `backward`, and with `setup`, which takes the same as torch's `setup_context`.
+        first_only: autograd sees the first output alone, because each costs the host more than a microsecond.
+    """
+    function.op, function.first_only = op, first_only
+    function.forward = forward_by(lambda inputs: op(*inputs), function)
     op.registered.register_autograd(function.backward, setup_context=function.setup)
     op.transformed.setup_context = staticmethod(function.setup)
     op.transformed.backward = staticmethod(function.backward)

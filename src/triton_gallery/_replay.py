@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from operator import itemgetter
-from types import BuiltinFunctionType, CellType, FunctionType
+from itertools import combinations
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType
 
 import torch
 from torch.autograd import forward_ad
@@ -28,7 +28,8 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
     On a GPU most of what a small call costs is Python: checks, strides, block sizes. All of that follows from shapes,
     strides, dtypes and alignment of the tensors and from the values of the other arguments, so for each such list it
     runs once. What it launched is kept, and a call like it makes new outputs and launches the same on them. Where a
-    gradient is needed, what is kept is the :class:`torch.autograd.Function` that was applied, and to which arguments.
+    gradient is needed, what is kept is the :class:`torch.autograd.Function` that was applied, to which arguments, and
+    what its operator launched.
 
     A call takes the usual way when it is traced, when a kernel met a tensor that is no argument, output, `scratch` or
     `table` (one that autocast made, say), and when an output is no dense tensor of its own. `function` must depend on
@@ -44,7 +45,7 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if INTERPRET or torch.compiler.is_compiling() or recording.tape is not None:
+        if INTERPRET or _is_dynamo_compiling() or recording.tape is not None:
             return function(*args, **kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         try:
@@ -65,8 +66,8 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
         addresses = []
         key = _kind(values, addresses)
         if key is None:
-            result, again = _record_application(function, args, kwargs)
-            _remember(recent, place, values, varying, again, None)
+            result, *how = _record_application(function, args, kwargs)
+            _remember(recent, place, values, varying, *how)
             return result
         if kwargs:
             key = (key, *kwargs)
@@ -80,11 +81,21 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
             return function(*args, **kwargs)
         if replay.chances > 0:
             replay.chances -= 1
-            _remember(recent, place, values, varying, replay.__call__, replay.device)
-        return replay(values, addresses)
+            _remember(recent, place, values, varying, replay.run, replay.device)
+        return replay.run(values, addresses)
 
+    def replay_of(args: tuple) -> _Replay | None:
+        """What a call with these arguments and without a gradient replays."""
+        with torch.no_grad():
+            return replays.get(_kind(args, []))
+
+    call.replay_of = replay_of
     _caches.append((replays, recent))
     return call
+
+
+# Bound here, because a name with dots takes half as long again as what it calls.
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _can_launch(device: int) -> bool:
@@ -150,8 +161,9 @@ def _record(function: Callable, args: tuple, kwargs: dict, replays: dict, key: t
     return result
 
 
-def _record_application(function: Callable, args: tuple, kwargs: dict) -> tuple[object, Callable | None]:
-    """What `function` returns, and what does the same again, if all it did is to apply a torch.autograd.Function."""
+def _record_application(function: Callable, args: tuple, kwargs: dict) -> tuple[object, Callable | None, int | None]:
+    """What `function` returns, what does the same again, if all it did is to apply a torch.autograd.Function, and the
+    device that must be the current one for that, if there is such a device."""
     outer, recording.applications = recording.applications, []
     try:
         result = function(*args, **kwargs)
@@ -159,31 +171,72 @@ def _record_application(function: Callable, args: tuple, kwargs: dict) -> tuple[
     finally:
         recording.applications = outer
     if len(applications) != 1:
-        return result, None
+        return result, None, None
     ((applied, arguments, output),) = applications
     # The result is the output, or one of them.
     outputs = (output,) if isinstance(output, torch.Tensor) else output
     n = next((n for n, x in enumerate(outputs) if x is result), None)
     values = (*args, *kwargs.values())
-    slots = []
+    found = {}
     for i, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor | Varying):
-            slots.append((i, next((j for j, value in enumerate(values) if value is argument), None)))
-    if n is None or any(j is None for _, j in slots):
-        return result, None
+            found[i] = next((j for j, value in enumerate(values) if value is argument), None)
+    if n is None or None in found.values():
+        return result, None, None
+    replay = applied.op.replay_of(arguments) if hasattr(applied, "op") else None
+    if replay is not None:
+        if replay.chances == _Replay.chances:  # the first call of its kind, which may stay the only one
+            return result, None, None
+        applied = replay.within(applied)
     # Without what torch puts around it for transforms and default arguments.
-    apply = getattr(super(torch.autograd.Function, applied), "apply", applied.apply)
-    template = [None if i in dict(slots) else argument for i, argument in enumerate(arguments)]
-    is_tensor = isinstance(output, torch.Tensor)
+    text = _Text(apply=getattr(super(torch.autograd.Function, applied), "apply", applied.apply))
+    words = [f"values[{found[i]}]" if i in found else text.name(argument) for i, argument in enumerate(arguments)]
+    text.add(f"return apply({', '.join(words)})" + ("" if output is result else f"[{n}]"))
+    return result, text.function(), replay and replay.device
 
-    def again(values, addresses):
-        arguments = template.copy()
-        for i, j in slots:
-            arguments[i] = values[j]
-        output = apply(*arguments)
-        return output if is_tensor else output[n]
 
-    return result, again
+def forward_by(run: Callable[[tuple], object], function: type[torch.autograd.Function]) -> staticmethod:
+    """The method `forward` that gets its outputs from `run` and is `differentiable` by `function`."""
+    setup, first_only = function.setup, function.first_only
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        outputs = run(inputs)
+        setup(ctx, inputs, outputs)
+        return outputs[0] if first_only else outputs
+
+    return forward
+
+
+# --- functions that are written ---------------------------------------------------------------------------------------
+
+
+class _Text:
+    """A function of a call's values, written line by line, because each loop would cost a small call its share.
+
+    What is another object in the next such function has a name, so that few texts are compiled.
+    """
+
+    def __init__(self, **names):
+        self.lines, self.names = ["def written(values, addresses=None):"], names
+
+    def add(self, *lines: str) -> None:
+        self.lines += lines
+
+    def name(self, value: object) -> str:
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def function(self) -> Callable:
+        exec(_compiled("\n    ".join(self.lines)), self.names)
+        # Out of its own globals, so that it goes with its last user.
+        return self.names.pop("written")
+
+
+@functools.cache
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<replay>", "exec")
 
 
 # --- calls that are recognized ----------------------------------------------------------------------------------------
@@ -201,19 +254,22 @@ def _remember(
         recent[place] = ((recognize, again, device), *recent.get(place, ()))[:_MAX_RECENT]
 
 
-# Bound here, because a name with dots takes half as long again as what it calls.
-_is_grad_enabled = torch.is_grad_enabled
-_is_deterministic = torch._C._get_deterministic_algorithms
-_n_dispatch_modes = torch._C._len_torch_dispatch_stack
-
-
 def _recognizer(values: tuple, varying: int | None) -> Callable[[tuple], list[int] | None] | None:
     """A function that gives the addresses of the tensors in a call like this one, and None for every other.
 
     It takes a fraction of the time of `_kind` and tells apart all that `_kind` does. What torch.compile guards its
     inputs by compares types, dtypes, devices, sizes, strides, gradients and dispatch keys: those of the tensor (a
     pending sign, no memory) as well as those that are set for all (by autocast, a transform or a tracer). Where that
-    is not to be had, and for tensors that are not aligned or share their memory, there is no such function.
+    is not to be had, and for tensors that are not aligned or share their memory, there is no such function. That of
+    ``softmax(x)`` reads, but for names::
+
+        if len(values) != 1 or forward_ad._current_level >= 0 or n_dispatch_modes() > 0: return None
+        v0, = values
+        try:
+            a0 = v0.data_ptr()
+            if a0 & 15 or v0.is_nested: return None
+        except (AttributeError, RuntimeError): return None
+        if check(v0) and is_deterministic() is False: return [a0]
     """
     places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
     tensors = [values[i] for i in places]
@@ -241,48 +297,43 @@ def _recognizer(values: tuple, varying: int | None) -> Callable[[tuple], list[in
         return None
     if any(address & 15 for address in addresses) or len(set(addresses)) < len(once):
         return None
-    n_values, n_once = len(values), len(once)
-    pick, pick_once = (itemgetter(*p) if len(p) > 1 else itemgetter(slice(p[0], p[0] + 1)) for p in (places, once))
-
-    def recognize(values: tuple) -> list[int] | None:
-        if len(values) != n_values or forward_ad._current_level >= 0 or _n_dispatch_modes() > 0:
-            return None
-        for i, other in others:
-            value = values[i]
-            if value is not other and (type(value) is not type(other) or value != other):
-                return None
-        for i, j in twice:
-            if values[i] is not values[j]:
-                return None
-        addresses = []
-        try:
-            for x in pick(values):
-                address = x.data_ptr()
-                # The guards end the process where a tensor has no sizes or strides: without storage, and nested.
-                if address & 15 or x.is_nested:
-                    return None
-                addresses.append(address)
-        except (AttributeError, RuntimeError):
-            return None
-        is_same = (
-            check(*pick_once(values))
-            and (grad_enabled is None or _is_grad_enabled() is grad_enabled)
-            and _is_deterministic() is deterministic
-            and (tf32 is None or allows_tf32() is tf32)
-            and (autocasts_to is None or autocast_dtype() is autocasts_to)
-            and (not varies or _is_int64(values[varying]))
-            and (n_once == 1 or len(set(addresses)) == n_once)
-        )
-        return addresses if is_same else None
-
-    return recognize
+    text = _Text(
+        check=check, forward_ad=forward_ad, n_dispatch_modes=torch._C._len_torch_dispatch_stack, is_int64=_is_int64,
+        is_grad_enabled=torch.is_grad_enabled, is_deterministic=torch._C._get_deterministic_algorithms,
+        allows_tf32=allows_tf32, autocast_dtype=autocast_dtype,
+    )  # fmt: skip
+    text.add(
+        f"if len(values) != {len(values)} or forward_ad._current_level >= 0 or n_dispatch_modes() > 0: return None",
+        f"{', '.join(f'v{i}' for i in range(len(values)))}, = values",
+    )
+    for i, other in others:
+        c = text.name(other)
+        text.add(f"if v{i} is not {c} and (type(v{i}) is not type({c}) or v{i} != {c}): return None")
+    text.add(*(f"if v{i} is not v{j}: return None" for i, j in twice))
+    text.add("try:")
+    for i in once:
+        # The guards end the process where a tensor has no sizes or strides: without storage, and nested.
+        text.add(f"    a{i} = v{i}.data_ptr()", f"    if a{i} & 15 or v{i}.is_nested: return None")
+    text.add("except (AttributeError, RuntimeError): return None")
+    same = [f"check({', '.join(f'v{i}' for i in once)})", f"is_deterministic() is {deterministic}"]
+    same += [f"is_grad_enabled() is {grad_enabled}"] if grad_enabled is not None else []
+    same += [f"allows_tf32() is {tf32}"] if tf32 is not None else []
+    same += [f"autocast_dtype() is {text.name(autocasts_to)}"] if autocasts_to is not None else []
+    same += [f"is_int64(v{varying})"] if varies else []
+    same += [f"a{i} != a{j}" for i, j in combinations(once, 2)]
+    text.add(f"if {' and '.join(same)}: return [{', '.join(f'a{dict(twice).get(i, i)}' for i in places)}]")
+    return text.function()
 
 
 # --- one replay -------------------------------------------------------------------------------------------------------
 
 
 class _Replay:
-    """The allocations and launches of one call, with slots for its tensors."""
+    """The allocations and launches of one call, with slots for its tensors; `run` does them again."""
+
+    # How often a call that was not recognized is remembered anew: it may be one that never will be.
+    chances = 8
+    function: type[torch.autograd.Function] | None = None  # what `within` made
 
     @classmethod
     def of(cls, tape: Tape, values: tuple, result: object) -> "_Replay | None":
@@ -299,19 +350,7 @@ class _Replay:
             return None
         self = cls()
         self.device = pool[0].get_device()
-        self.kind, self.n_outputs = type(result), len(outputs)
-        self.new = [_allocation(x) for x in outputs]
-        # What nobody gets to see is one allocation; CUDA's own begin at multiples of 256 bytes, too.
-        sizes = [cdiv(x.numel() * x.element_size(), 256) * 256 for x in scratch]
-        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        if scratch:
-            self.new.append(_allocation(torch.empty(sum(sizes), dtype=torch.uint8, device=pool[0].device)))
-        self.kept = tape.tables
-        self.tables = [x.data_ptr() for x in tape.tables]
-        self.varying = next((i for i, value in enumerate(values) if type(value) is Varying), None)
         self.launches, self.prepared, self.has_descriptors = [], {}, False
-        # How often a call that was not recognized is remembered anew: it may be one that never will be.
-        self.chances = 8
         for handle_key, grid, args in tape.launches:
             handle = handles.get(handle_key)
             if handle is None or handle[-1] != self.device:
@@ -334,55 +373,78 @@ class _Replay:
                         self.has_descriptors = True
                     template.append(slot)
             self.launches.append((run, [*template, *constants]))
-        if self.has_descriptors:
-            self.launches = [(run, template, _slots(template), None) for run, template in self.launches]
-        else:
-            self.launches = [_with_slots(run, template) for run, template in self.launches]
+        self.run = self._written(values, result, outputs, scratch, tape.tables)
         return self
 
-    def __call__(self, values: tuple, addresses: list[int]):
-        new = [allocate() for allocate in self.new]
-        made = [x.data_ptr() for x in new]
-        if self.offsets:
-            scratch = made.pop()
-            made += [scratch + offset for offset in self.offsets]
-        pool = [*addresses, *made, *self.tables, torch._C._cuda_getCurrentRawStream(self.device)]
-        if self.varying is not None:
-            pool.append(values[self.varying])
-        for function, template, slots, packed in self._prepared(pool) if self.has_descriptors else self.launches:
-            args = template
-            if slots:
-                args = template.copy()
-                for i, place in slots:
-                    args[i] = pool[place]
-            if packed is not None:
-                args[packed:] = (tuple(args[packed:]),)
-            function(*args)
-        return new[0] if self.kind is torch.Tensor else self.kind(new[: self.n_outputs])
+    def _written(self, values: tuple, result: object, outputs: list, scratch: list, tables: list) -> Callable:
+        """The function that does it all again.
 
-    def _prepared(self, pool: list[int]) -> list[tuple]:
+        That of ``add(x, y)`` reads, but for names::
+
+            a0, a1, = addresses or (values[0].data_ptr(), values[1].data_ptr(), )
+            x0 = empty()
+            p0 = x0.data_ptr()
+            stream = current_stream(device)
+            launch(8, 1, 1, stream, function, metadata, None, None, None, a0, a1, p0, 8192, 1024, )
+            return x0
+        """
+        # The tables live as long as the function that knows their addresses.
+        text = _Text(device=self.device, current_stream=torch._C._cuda_getCurrentRawStream, tables=tables)
+        given = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        pointers = _joined(f"values[{i}].data_ptr()" for i in given)
+        text.add(f"{_joined(f'a{i}' for i in given)} = addresses or ({pointers})")
+        # What nobody gets to see is one allocation; CUDA's own begin at multiples of 256 bytes, too.
+        sizes = [cdiv(x.numel() * x.element_size(), 256) * 256 for x in scratch]
+        block = [torch.empty(sum(sizes), dtype=torch.uint8, device=x.device) for x in scratch[:1]]
+        for i, x in enumerate(outputs + block):
+            text.add(f"x{i} = {text.name(_allocation(x))}()", f"p{i} = x{i}.data_ptr()")
+        text.add("stream = current_stream(device)")
+        # What each slot reads.
+        words = [f"a{i}" for i in given] + [f"p{i}" for i in range(len(outputs))]
+        words += [f"p{len(outputs)} + {text.name(sum(sizes[:i]))}" for i in range(len(sizes))]
+        words += [*(text.name(x.data_ptr()) for x in tables), "stream"]
+        words += [f"values[{i}]" for i, value in enumerate(values) if type(value) is Varying]
+        if self.has_descriptors:
+            text.add(f"for launch, args in {text.name(self._prepared)}(({_joined(words)})): launch(*args)")
+        else:
+            self.launches = [_straight(run, template) for run, template in self.launches]
+            text.add(*(f"{text.name(function)}({_spelled(args, words, text)})" for function, args in self.launches))
+        made = _joined(f"x{i}" for i in range(len(outputs)))
+        text.add("return x0" if isinstance(result, torch.Tensor) else f"return {text.name(type(result))}(({made}))")
+        return text.function()
+
+    def _prepared(self, pool: tuple) -> list[tuple[Callable, list]]:
         """The launches on these addresses, shorter ones when they come back: descriptors of them are encoded once."""
-        key = tuple(pool)
-        calls = self.prepared.get(key)
+        calls = self.prepared.get(pool)
         if calls:
             return calls
         calls = []
-        for run, template, slots, _ in self.launches:
+        for run, template in self.launches:
             args = template.copy()
-            for i, slot in slots:
+            for i, slot in enumerate(template):
+                if type(slot) is not _Slot:
+                    continue
                 args[i] = pool[slot]
                 if slot.described is not None:
                     kind, attributes = slot.described
                     args[i] = made = object.__new__(kind)
                     vars(made).update(attributes, base=_Address(pool[slot]))
-            calls.append((run, args, (), None))
-        if key in self.prepared:
-            self.prepared[key] = calls = [(*_innermost(run, args), (), None) for run, args, _, _ in calls]
+            calls.append((run, args))
+        if pool in self.prepared:
+            self.prepared[pool] = calls = [_innermost(run, args) for run, args in calls]
         else:
             if len(self.prepared) >= _MAX_PREPARED:
                 self.prepared.clear()
-            self.prepared[key] = None
+            self.prepared[pool] = None
         return calls
+
+    def within(self, function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+        """`function`, with this replay in place of its operator."""
+        if self.function is None:
+            # Without the metaclass's __init__, which would make another class for the same backward pass.
+            namespace = {"forward": forward_by(self.run, function)}
+            self.function = type.__new__(type(function), function.__name__, (function,), namespace)
+        return self.function
 
 
 class _Slot(int):
@@ -391,21 +453,32 @@ class _Slot(int):
     described: tuple[type, dict] | None = None  # the descriptor that the argument is, but for the address
 
 
-def _with_slots(run: Callable, template: list) -> tuple[Callable, list, list[tuple[int, _Slot]], int | None]:
-    """A launch without descriptors: the innermost function, its arguments, which of them to fill in, and from where on
-    they are one tuple, as Triton 3.7 and later want the kernel's."""
+def _straight(run: Callable, template: list) -> tuple[Callable, Iterable]:
+    """`_innermost` of a launch without descriptors, unless a slot gets lost on the way."""
     function, args = _innermost(run, template)
-    packed = None
-    if type(args[-1]) is tuple and any(type(arg) is _Slot for arg in args[-1]):
-        packed = len(args) - 1
-        args = (*args[:packed], *args[packed])
-    if _slots(args) and sorted(slot for _, slot in _slots(args)) == sorted(slot for _, slot in _slots(template)):
-        return function, list(args), _slots(args), packed
-    return run, template, _slots(template), None
+    return (function, args) if _slots(args) == _slots(template) else (run, template)
 
 
-def _slots(args: Iterable) -> list[tuple[int, _Slot]]:
-    return [(i, arg) for i, arg in enumerate(args) if type(arg) is _Slot]
+def _slots(args: Iterable) -> list[_Slot]:
+    """The slots among the arguments, those of the kernel in a tuple of their own, as Triton 3.7 and later want them."""
+    flat = [part for arg in args for part in (arg if type(arg) is tuple else (arg,))]
+    return sorted(arg for arg in flat if type(arg) is _Slot)
+
+
+def _spelled(args: Iterable, words: list[str], text: _Text) -> str:
+    """The arguments of a launch in a text."""
+    spelled = []
+    for arg in args:
+        if type(arg) is tuple and _slots(arg):
+            spelled.append(f"({_spelled(arg, words, text)})")
+        else:
+            spelled.append(words[arg] if type(arg) is _Slot else text.name(arg))
+    return _joined(spelled)
+
+
+def _joined(words: Iterable[str]) -> str:
+    """The words between commas, with one at the end, which makes a tuple of a single word, too."""
+    return "".join(f"{word}, " for word in words)
 
 
 class _Address(int):
