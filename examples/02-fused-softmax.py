@@ -372,20 +372,19 @@ plt.show()
 # it walks along the chunks a second time, in shared memory, and writes the result. As soon as a chunk is written, its
 # place is free, and the copy of the same chunk of the program's *next* row starts into it. So copies are under way at
 # all times but one, the short moment when the threads exchange their maxima, and no number crosses the chip's border
-# more often than once in and once out. What is left of a row of more than 208 KiB waits in registers, two bytes to a
-# float16 number as it came from memory: another 96 KiB, enough for the 150,000 logits over a large vocabulary. Of a
-# still longer row nothing waits in registers. All that lies behind its first 208 KiB takes the online kernel's way,
-# twice through the L2 cache.
+# more often than once in and once out.
+#
+# One program of this kernel takes rows of up to 88 KiB, so that a multiprocessor has room for two or more: while one
+# waits for its threads, another works. Longer rows are cut into parts of 32 KiB, on as many multiprocessors. They meet
+# in the middle of their work, which a section below is about.
 
 # %%
 # From kernels to a function
 # --------------------------
 #
 # `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, the online kernel above; on Hopper
-# the kernel with the chunks for rows of over 16 KiB (128 KiB in float32). Another kernel serves what is not dense along
-# the row. Softmax along the first of two dimensions is such a case: the numbers of one "row" lie far apart, while
-# neighbouring rows lie next to each other. Copying the matrix into a better order would cost two more trips, so this
-# kernel reads it where it lies, 64 rows side by side.
+# the kernel with the chunks for rows of over 16 KiB (128 KiB in float32). Other kernels serve rows that are not dense
+# in memory, as the classes of an image's pixels are not, and rows that are few and long. Both have sections below.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -562,6 +561,80 @@ tg.benchmark.roofline(report, points | {"unfused, N = 8192": (5 / 16, unfused[81
 # the fused points to the right. One can make five kernels better and better, and lose to one that moves less.
 
 # %%
+# Rows that lie across memory
+# ---------------------------
+#
+# So far the numbers of a row were neighbours in memory. Along the first of two dimensions they are not: one number of
+# each row lies next to that of the next row, and the row itself runs across memory in long strides. The classes of an
+# image's pixels lie so, and the scores of attention heads, if one asks along the heads. To copy the matrix into a
+# better order would cost two more trips. A tile makes that needless: if a program loads *many* rows side by side, what
+# it reads at once is as dense as in any other kernel. Only the reduction runs along the other axis, and every number's
+# place takes some arithmetic, since the rows may be spread over several dimensions:
+
+# quote: triton_gallery.softmax._row_offsets
+# quote: triton_gallery.softmax._softmax_strided_fwd_kernel
+
+# %%
+# Two things decide how fast this is, and neither is memory.
+#
+# - `INDEX_DTYPE`: a division of 64-bit integers takes several times as many instructions as one of 32-bit integers, and
+#   there is one for each dimension but the last. So rows are numbered in 32 bits where there are fewer than
+#   :math:`2^{31}`.
+# - The shape of the tile. A sum over few columns is done best within a warp or, better still, within a thread. With up
+#   to 32 columns a tile of 512 numbers goes to a single warp, which shares its sums with no other. More columns get
+#   larger tiles and more warps, and a tile has all columns up to 1024 of them.
+#
+# The sweep keeps the number of elements at :math:`2^{24}`, or close to it, and goes from 8 columns to 65536. Beyond
+# 1024 columns rows are cut into parts, as in the next section.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N", "M"],
+        x_vals=[(8, 2097152), (21, 786432), (64, 262144), (256, 65536), (1024, 16384), (4096, 4096), (65536, 256)],
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="columns × rows",
+        ylabel="GB/s",
+        plot_name="softmax-across-fp16",
+        args={},
+    ),
+    title="Softmax along the first dimension, float16",
+    limit="copy",
+)
+def bench_softmax_across(N, M, provider):
+    x = torch.randn(N, M, device=DEVICE, dtype=torch.float16)
+    compiled = torch.compile(torch.softmax, dynamic=False)
+    softmax = {
+        "triton_gallery": lambda: tg.softmax(x, dim=0),
+        "torch": lambda: torch.softmax(x, dim=0),
+        "torch.compile": lambda: compiled(x, dim=0),
+    }[provider]
+    return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(softmax))
+
+
+report_across = bench_softmax_across.run()
+
+# %%
+
+report_across.plot()
+
+# %%
+
+report_across
+
+# %%
+# At 21 columns, as many as a well-known set of photographs has classes, we reach
+# :measured:`softmax-across-fp16: triton_gallery / torch at 21×786432` of torch's rate, and at 65536 columns
+# :measured:`softmax-across-fp16: triton_gallery / torch at 65536×256`. `torch.compile` is the one to beat here. Up to
+# 256 columns we do: at 21 we run at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` of its
+# rate. At 1024 columns we reach :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` of it and
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256` at the right end. A tile of 1024 columns
+# has room for 8 rows, which is 16 bytes of each column where memory hands out 32; whether that is the reason, we have
+# not found out.
+
+# %%
 # Many short rows, and few long ones
 # ----------------------------------
 #
@@ -635,14 +708,30 @@ report_short
 #   rows under way share the L2 cache; 64 rows of 2 MiB are too much for it, and most of the second reading is a third
 #   trip to memory.
 #
-# The way around the first limit, not the second, is to cut a row into parts, each with a program of its own. A first
-# kernel takes the maximum and the sum of each part, the second joins them, by the formula with which `_online_finish`
-# joins lanes, and writes the result. So even a single row keeps the GPU busy. The price is a second launch, for no part
-# can be written before all have been read, and a second reading of the row. The library does it with up to 32 rows of
-# 128 KiB or more, and with up to 66, half the number of multiprocessors, if each has 4 KiB for every row that there is:
+# The way around the first limit is to cut a row into parts, each with a program of its own. A first kernel takes the
+# maximum and the sum of each part, the second joins them, by the formula with which `_online_finish` joins lanes, and
+# writes the result. So even a single row keeps the GPU busy. The price is a second launch, for no part can be written
+# before all have been read, and a second reading of the row:
 
 # quote: triton_gallery.softmax._softmax_parts_stats_kernel
 # quote: triton_gallery.softmax._softmax_parts_fwd_kernel
+
+# %%
+# Can parts get around the second limit as well? Each part would have to stay on its multiprocessor between the two
+# kernels, and nothing stays there from one launch to the next. So it must be *one* launch, in which the programs of a
+# row tell each other what they have found. On Hopper the library does that, with the kernel of the chunks. Each
+# program takes the maximum and the sum of its part, writes the two into memory as a single number of 64 bits, and reads
+# there those of all other parts, again and again until the last one has come. Then every program knows the row's
+# statistics and writes its part, which never left the chip (`hopper/exchange.py`).
+#
+# This is easy to say, and a danger. A program that waits does not make room for another. Were some parts of a row still
+# queueing for a place while the others, which have all the places, wait for them, they would do so for ever. Triton's
+# programs promise nothing here. The launch must: a *cooperative* one starts all programs of a grid together, or fails.
+# So there are only as many programs as have room at a time, and each takes one row's part after the other.
+#
+# The library takes this second way if all rows together have 4 MiB or more, and if the chip has room for a row, which
+# ends at 24 MiB. The first way is for what is left: few rows with less, other GPUs, rows across
+# memory of more than 1024 columns, and the gradient.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.
@@ -685,12 +774,11 @@ report_long.plot()
 report_long
 
 # %%
-# The first two shapes have rows for all multiprocessors, but only three or four for each in the one and two in the
-# other. While the first of them arrives there is nothing to write yet, and while the last is written nothing to read;
-# and rows of 512 KiB are read twice in part. From the third shape on rows are cut. At the last one torch, which gives a
-# row to one block of threads, is left with :measured:`softmax-long-fp16: torch at 1×16777216`. `torch.compile` cuts the
-# row as well, and we run at :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` of its rate. A
-# copy's rate is far away, as it is for any matrix of 16 or 32 MiB, and here there are two launches and three trips.
+# The first four shapes go the second way, with 8 to 64 parts in a row. What they lack to a copy is the beginning, when
+# nothing can be written yet, the end, when nothing is left to read, and the exchange. The last shape, a row of 32 MiB,
+# is too long for the chip and goes the first way: two launches and three trips. torch, which gives a row to one block
+# of threads, is left with :measured:`softmax-long-fp16: torch at 1×16777216`. `torch.compile` cuts the row as well, and
+# we run at :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` of its rate.
 
 # %%
 # What the compiler made of it
@@ -744,22 +832,21 @@ tg.codegen.listing(tg.softmax, x)
 # What we saw
 # -----------
 
-for each in (report, report_short, report_long):
+for each in (report, report_across, report_short, report_long):
     print(each.summary())
 
 # %%
 # With 4096 rows there are two regions, for two reasons. Short rows make small matrices: starting a kernel takes longer
 # than the work, so this end says more about starting than about softmax. From there on memory moves :math:`x` and the
-# result and nothing else, as long as a row fits into registers and shared memory, so the rate to compare with is that
-# of a copy. Longer rows, such as those of the last sweep, are in part read twice. The unfused version can reach a
-# quarter of the copy's rate at best, once its matrices outgrow the L2 cache: this was clear before anything was
-# measured.
+# result and nothing else, as long as a row fits on the chip, so the rate to compare with is that of a copy. The unfused
+# version can reach a quarter of the copy's rate at best, once its matrices outgrow the L2 cache: this was clear before
+# anything was measured.
 #
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's
 # rate and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one, and at 65536
 # :measured:`softmax-fp16: triton_gallery / limit at 65536` and
-# :measured:`softmax-fp16: triton_gallery / peers at 65536`. With 131072 columns, where a fifth of the row waits in
-# registers, it is :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy and
+# :measured:`softmax-fp16: triton_gallery / peers at 65536`. With 131072 columns, where a row lies on eight
+# multiprocessors, it is :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
 #
 # If the length of rows is no multiple of eight, most of them begin between two multiples of 16 bytes, where no wide

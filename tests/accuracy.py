@@ -8,7 +8,7 @@ import torch
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 # A test with inputs that hypothesis makes up: a few, always the same; in `make fuzz` many, and new ones each time.
-FEW = 20
+FEW = 8
 _MANY = [pytest.mark.slow, pytest.mark.timeout(3600)]
 FUZZ = pytest.mark.parametrize(
     "fuzz", [FEW, *(pytest.param(50, marks=_MANY, id=f"50-{i}") for i in range(16))], indirect=True

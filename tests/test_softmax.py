@@ -20,7 +20,9 @@ INF, NAN = math.inf, math.nan
 FLOOR = 5e-7
 OPS = pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=str)
-PATHS = pytest.mark.parametrize("path", ["whole_rows", "online", "strided"], indirect=True)
+PATHS = pytest.mark.parametrize("path", ["whole_rows", "online", "strided", "parts", "strided_parts"], indirect=True)
+# Of tests that take long and that the ways in parts add little to.
+THREE_PATHS = pytest.mark.parametrize("path", ["whole_rows", "online", "strided"], indirect=True)
 SIZES = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130]
 
 # NumPy, which stands behind the interpreter, warns of every inf - inf; a GPU does not.
@@ -29,9 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture
 def path(request, monkeypatch):
-    """The name of a path, for `lay`; the online path gets blocks so small that short rows have several."""
-    if request.param == "online":
+    """The name of a path, for `lay`; blocks and parts are so small that short rows have several."""
+    if request.param in ("online", "parts"):
         force_online(monkeypatch)
+    if "parts" in request.param:
+        monkeypatch.setattr(module, "_pays_in_parts", lambda *args: True)
+        monkeypatch.setattr(module, "_strided_tile", lambda *args: (4, 16, 4))
     return request.param
 
 
@@ -42,7 +47,7 @@ def force_online(monkeypatch):
 
 def lay(x, path):
     """x as it is, or in memory where its columns are apart."""
-    return torch.stack([x, torch.full_like(x, NAN)], dim=-1)[..., 0] if path == "strided" else x
+    return torch.stack([x, torch.full_like(x, NAN)], dim=-1)[..., 0] if "strided" in path else x
 
 
 def ours(op, x, dim=-1, dtype=None):
@@ -92,14 +97,14 @@ def check(op, x, dim=-1, dtype=None, dy=None):
 @DTYPES
 @PATHS
 def test_softmax_matches_torch(op, dtype, path, device):
-    for n_cols in SIZES:
+    for n_cols in SIZES[::3] if "parts" in path else SIZES:
         x = torch.randn(3, n_cols, device=device).mul(3).to(dtype)
         check(op, lay(x, path), dy=lay(torch.randn(3, n_cols, device=device).to(dtype), path))
 
 
 @OPS
 @pytest.mark.parametrize("n_rows", [1, 2, 7, 8, 9, 63, 64, 65, 130])
-@PATHS
+@THREE_PATHS
 def test_softmax_matches_torch_at_many_row_counts(op, n_rows, path, device):
     x, dy = torch.randn(2, n_rows, 19, device=device)
     check(op, lay(x, path), dy=lay(dy, path))
@@ -112,7 +117,7 @@ def test_softmax_around_the_longest_row_in_registers(dtype, device):
         check("softmax", torch.randn(2, n_cols, device=device).mul(3).to(dtype))
 
 
-# Rows in shared memory; with the rest in registers; too long for both.
+# Whole rows in shared memory, and rows in parts.
 CHIP_COLUMNS = [
     *(8200, 8201, 16_384, 32_776, 41_393, 70_000, 106_490, 106_496, 106_504),
     *(110_592, 114_688, 131_072, 150_001, 155_640, 155_648, 155_649),
@@ -144,6 +149,53 @@ def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
 @pytest.mark.gpu
 @OPS
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("shape", [(70, 45_200), (40, 70_001), (7, 300_000), (3, 1_000_008), (1, 5_000_001)], ids=str)
+def test_few_rows_on_several_multiprocessors(op, dtype, shape, device):
+    if not is_hopper(device):
+        pytest.skip("these kernels are Hopper's")
+    x = torch.randn(shape, device=device).mul(3).to(dtype)
+    x[0, : shape[1] // 2] = -INF  # whole parts
+    assert hopper.load("softmax").supported_rows(x, *shape, shape[1]) >= shape[0] - 1
+    check(op, x)
+
+
+@pytest.mark.gpu
+def test_parts_wait_for_each_other_on_many_streams_and_in_graphs(device):
+    if not is_hopper(device):
+        pytest.skip("these kernels are Hopper's")
+    xs = [torch.randn(32, 131_072, device=device).half() for _ in range(8)]
+    expected = [tg.softmax(x) for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        results = []
+        for x, stream in zip(xs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(tg.softmax(x))
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, results, expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = tg.softmax(xs[0])
+    for x, right in zip(xs, expected, strict=True):
+        xs[0].copy_(x)
+        graph.replay()
+        assert torch.equal(y, right)
+
+
+@pytest.mark.gpu
+@OPS
+@pytest.mark.parametrize("n_rows", [64, 700])
+def test_long_strided_rows_keep_their_digits(op, n_rows, device):
+    for _ in range(10 if n_rows == 64 else 1):
+        x = torch.randn(n_rows, 150_004, 2, device=device).half()[..., 0]
+        check(op, x, dtype=torch.float32)
+        check(op, x, dtype=torch.float32, dy=torch.randn(n_rows, 150_004, 2, device=device)[..., 0])
+
+
+@pytest.mark.gpu
+@OPS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize("shape", [(4, 9000), (300, 9002), (300, 40_000), (4, 150_000)], ids=str)
 def test_long_rows_with_a_float64_result(op, dtype, shape, device):
     check(op, torch.randn(shape, device=device).to(dtype), dtype=torch.float64)
@@ -158,10 +210,14 @@ def test_the_last_row_ends_with_the_memory(op, n_rows, device):
 
 
 @OPS
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_few_long_rows_are_cut_into_parts(op, dtype, device, monkeypatch):
-    monkeypatch.setattr(module, "_MIN_PARTS_BYTES", 500 * dtype.itemsize)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("path", ["parts", "strided_parts"])
+def test_parts_of_long_rows(op, dtype, path, device, monkeypatch):
+    monkeypatch.setattr(module, "_MIN_STEPS_OF_PARTS", 3)
+    monkeypatch.setattr(module, "_MAX_ROW_BYTES", 0)
     monkeypatch.setattr(module, "_ONLINE_BLOCK_BYTES", 64 * dtype.itemsize)
+    one_tile = module._strided_tile(400, False)
+    monkeypatch.setattr(module, "_strided_tile", lambda n_cols, dense: one_tile if n_cols == 400 else (4, 64, 4))
     launched = []
     run_kernel = module.launch
 
@@ -170,16 +226,17 @@ def test_few_long_rows_are_cut_into_parts(op, dtype, device, monkeypatch):
         run_kernel(kernel, *args, **meta)
 
     monkeypatch.setattr(module, "launch", recording_launch)
-    for n_rows, n_cols in ((1, 500), (2, 512), (1, 5003), (2, 577)):
+    for n_rows, n_cols in ((1, 500), (2, 577)):
         x = torch.randn(n_rows, n_cols + 3, device=device).mul(3).to(dtype)[:, 1:-2]
         x[0, :200] = -INF  # parts with nothing in them
+        x = lay(x, path)
         check(op, x)
-        assert module._softmax_parts_fwd_kernel in launched
+        assert {module._softmax_parts_fwd_kernel, module._softmax_parts_bwd_kernel} < set(launched)
         x[0] = -INF
         x[-1, -1] = NAN
         torch.testing.assert_close(ours(op, x), torchs(op, x), equal_nan=True)
         launched.clear()
-    ours(op, torch.randn(200, 512, device=device).to(dtype))
+    ours(op, lay(torch.randn(200, 400, device=device).to(dtype), path))
     assert module._softmax_parts_fwd_kernel not in launched
 
 
@@ -202,8 +259,11 @@ def test_each_path_has_its_kernels(path, device, monkeypatch):
     monkeypatch.setattr(module, "launch", lambda kernel, *args, **meta: launched.append(kernel))
     x, dy = (lay(torch.randn(4, 40, device=device), path) for _ in range(2))
     run(ours, "softmax", x, -1, None, dy)
-    infix = {"whole_rows": "", "online": "online_", "strided": "strided_"}[path]
-    assert launched == [getattr(module, f"_softmax_{infix}{way}_kernel") for way in ("fwd", "bwd")]
+    if "parts" in path:
+        names = ["parts_stats", "parts_fwd", "parts_sum", "parts_bwd"]
+    else:
+        names = [{"whole_rows": "", "online": "online_", "strided": "strided_"}[path] + way for way in ("fwd", "bwd")]
+    assert launched == [getattr(module, f"_softmax_{name}_kernel") for name in names]
 
 
 # --- shapes and strides ---
@@ -291,7 +351,7 @@ def test_softmax_copies_no_strided_input(device, monkeypatch):
     assert pointers == [x.data_ptr() for x in inputs.values() for _ in range(x.ndim)]
 
 
-@PATHS
+@THREE_PATHS
 def test_softmax_reaches_addresses_beyond_32_bits(path, device):
     torch.utils.deterministic.fill_uninitialized_memory = False  # the gigabytes between the numbers are never touched
     try:
@@ -299,7 +359,7 @@ def test_softmax_reaches_addresses_beyond_32_bits(path, device):
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = True
     # Rows far apart, or columns far apart, by a stride that itself fits into 32 bits.
-    x = memory.as_strided((33, 3), (1, 2**30)) if path == "strided" else memory.as_strided((3, 33), (2**30, 1))
+    x = memory.as_strided((33, 3), (1, 2**30)) if "strided" in path else memory.as_strided((3, 33), (2**30, 1))
     x.copy_(torch.randn(x.shape))
     check("softmax", x)
 
@@ -309,12 +369,10 @@ def test_softmax_writes_nothing_else(path, device):
     x, dy = (lay(torch.randn(5, 33, device=device), path) for _ in range(2))
     y = torch.softmax(x, -1)
     memory = torch.full((3, 5, 33), 7.0, device=device)
-    forward = (module._softmax_fwd_kernel, module._softmax_online_fwd_kernel, module._softmax_strided_fwd_kernel)
-    module._launch_rows(forward, (x,), memory[1], 1, False, x.dtype)
+    module._launch_rows((x,), memory[1], 1, False, x.dtype)
     torch.testing.assert_close(memory[1], y)
     assert (memory[::2] == 7).all()
-    backward = (module._softmax_bwd_kernel, module._softmax_online_bwd_kernel, module._softmax_strided_bwd_kernel)
-    module._launch_rows(backward, (y, dy), memory[1], 1, False, x.dtype)
+    module._launch_rows((y, dy), memory[1], 1, False, x.dtype)
     torch.testing.assert_close(memory[1], y * (dy - (dy * y).sum(1, keepdim=True)))
     assert (memory[::2] == 7).all()
 
@@ -325,7 +383,7 @@ def test_softmax_writes_nothing_else(path, device):
 @OPS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
-@PATHS
+@THREE_PATHS
 def test_softmax_converts_to_dtype(op, dtype, x_dtype, path, device):
     x = lay(torch.randn(3, 40, device=device).to(x_dtype), path)
     check(op, x, dtype=dtype, dy=lay(torch.randn(3, 40, device=device).to(dtype), path))
@@ -413,7 +471,7 @@ def test_long_sums_are_float32(device):
 
 
 @OPS
-@PATHS
+@THREE_PATHS
 def test_softmax_gradcheck(op, path, device):
     x = torch.randn(1, 9, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: ours(op, lay(x, path)), x)
@@ -455,7 +513,7 @@ def test_second_derivative_in_16_bits(op, dtype, device):
 
 
 @OPS
-@PATHS
+@THREE_PATHS
 def test_results_repeat_bit_for_bit(op, path, device):
     x, dy = (lay(torch.randn(9, 45, device=device), path) for _ in range(2))
     first = run(ours, op, x, -1, None, dy)
@@ -464,7 +522,7 @@ def test_results_repeat_bit_for_bit(op, path, device):
 
 
 @OPS
-@PATHS
+@THREE_PATHS
 def test_inputs_and_gradients_stay_unmodified(op, path, device):
     x, dy = (lay(torch.randn(4, 21, device=device, dtype=torch.float16), path) for _ in range(2))
     before = [t.clone() for t in (x, dy)]

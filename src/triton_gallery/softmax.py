@@ -1,12 +1,14 @@
 """Softmax: a whole row in registers where it fits, running statistics where it does not."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from . import hopper
 from ._arguments import FLOATS, check_tensor, needs_autograd
-from ._launch import cdiv, collapse, is_hopper, launch, next_power_of_2, num_multiprocessors, scratch
+from ._launch import cdiv, collapse, index_dtype, is_hopper, launch, next_power_of_2, num_multiprocessors, scratch
 from ._registration import apply, batch_first, differentiable, operator
 from ._replay import replayed
 
@@ -17,8 +19,11 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, tor
 _MAX_ROW_BYTES = 128 * 1024
 # How much of a longer row one step of an online kernel reads: 16 bytes for each thread of 16 warps.
 _ONLINE_BLOCK_BYTES = 8 * 1024
-# Up to 32 rows of at least this much are cut into parts, and more rows where they are longer: measured on an H200.
-_MIN_PARTS_BYTES = 128 * 1024
+# Few rows of at least as many blocks are cut into parts; of more blocks where there are more than 32 rows: measured on
+# an H200.
+_MIN_STEPS_OF_PARTS = 16
+# A float32 sum of thousands of numbers, one after another, loses digits: no lane adds up more of a part than this.
+_MAX_STEPS_OF_PARTS = 64
 # The second walk over a row should find it in the L2 cache, so all rows in flight together stay below this.
 _L2_BYTES = 36 * 1024 * 1024
 
@@ -125,71 +130,13 @@ def _softmax_online_fwd_kernel(
 
 
 @triton.jit
-def _softmax_parts_stats_kernel(
-    x_ptr,  # (n_rows, n_cols)
-    out_ptr,  # (n_rows, n_cols), for its dtype alone
-    part_max_ptr,  # (n_rows, n_parts)
-    part_sum_ptr,  # (n_rows, n_parts)
-    n_cols,
-    part_cols,  # a multiple of BLOCK_COLS
-    x_row_stride,
-    BLOCK_COLS: tl.constexpr,
-    STATS_DTYPE: tl.constexpr,
-):
-    """Program (j, i) owns part j of row i: its maximum, and its sum of exp(x - maximum)."""
-    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    cols = part * part_cols + tl.arange(0, BLOCK_COLS)
-    x_row_ptr = x_ptr + row * x_row_stride
-    m, s = _online_start((BLOCK_COLS,), STATS_DTYPE)
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=4):
-        mask = start + cols < n_cols
-        x = tl.load(x_row_ptr + start + cols, mask=mask, other=-float("inf"), eviction_policy="evict_last")
-        m, s = _online_update(m, s, x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE))
-    part_max, part_sum = _online_finish(m, s)
-    offsets = row * tl.num_programs(0) + part + tl.arange(0, 1)
-    tl.store(part_max_ptr + offsets, part_max)
-    tl.store(part_sum_ptr + offsets, part_sum)
-
-
-@triton.jit
-def _softmax_parts_fwd_kernel(
-    x_ptr,  # (n_rows, n_cols)
-    out_ptr,  # (n_rows, n_cols), contiguous
-    part_max_ptr,  # (n_rows, n_parts)
-    part_sum_ptr,  # (n_rows, n_parts)
-    n_cols,
-    part_cols,  # a multiple of BLOCK_COLS
-    x_row_stride,
-    MAX_PARTS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    IS_LOG: tl.constexpr,
-    STATS_DTYPE: tl.constexpr,
-):
-    """Program (j, i) writes part j of row i, by the statistics of all parts of the row."""
-    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    n_parts = tl.num_programs(0)
-    parts = tl.arange(0, MAX_PARTS)
-    m, s = _online_start((MAX_PARTS,), STATS_DTYPE)
-    m = tl.load(part_max_ptr + row * n_parts + parts, mask=parts < n_parts, other=m)
-    s = tl.load(part_sum_ptr + row * n_parts + parts, mask=parts < n_parts, other=s)
-    row_max, row_sum = _online_finish(m, s)
-    cols = part * part_cols + tl.arange(0, BLOCK_COLS)
-    x_row_ptr = x_ptr + row * x_row_stride
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=4):
-        mask = start + cols < n_cols
-        x = tl.load(x_row_ptr + start + cols, mask=mask, other=-float("inf"), eviction_policy="evict_first")
-        out = _normalize(x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE), row_max, row_sum, IS_LOG)
-        tl.store(out_ptr + row * n_cols + start + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _row_offsets(rows, sizes, strides):
     """Offset of each row's first element: peel one index after another off the row's number, innermost first."""
-    offsets = rows * 0
-    for d in tl.static_range(len(sizes)):
-        offsets += rows % sizes[d] * strides[d]
+    offsets = tl.zeros(rows.shape, tl.int64)
+    for d in tl.static_range(len(sizes) - 1):
+        offsets += (rows % sizes[d]).to(tl.int64) * strides[d]
         rows = rows // sizes[d]
-    return offsets
+    return offsets + rows.to(tl.int64) * strides[len(sizes) - 1]
 
 
 @triton.jit
@@ -203,27 +150,103 @@ def _softmax_strided_fwd_kernel(
     out_row_strides,
     x_col_stride,
     out_col_stride,
+    INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
 ):
-    """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS, a tile of columns at a time, in any memory layout."""
+    """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS, in any memory layout."""
     # Columns run down the tile and rows across it: in most such tensors neighbouring rows are neighbours in memory.
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
-    lanes = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
+    rows = tl.program_id(0).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    cols = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
+    mask = (rows < n_rows) & (cols < n_cols)
+    x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides) + cols * x_col_stride
+    x = tl.load(x_ptrs, mask=mask, other=-float("inf")).to(out_ptr.dtype.element_ty).to(STATS_DTYPE)
+    row_max = tl.max(x, axis=0, keep_dims=True)
+    row_sum = tl.sum(tl.exp(x - row_max), axis=0, keep_dims=True)
+    out = _normalize(x, row_max, row_sum, IS_LOG)
+    out_ptrs = out_ptr + _row_offsets(rows, sizes, out_row_strides) + cols * out_col_stride
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_parts_stats_kernel(
+    x_ptr,  # any strides over `sizes` and the columns
+    out_ptr,  # for its dtype alone
+    part_max_ptr,  # (n_rows, n_parts)
+    part_sum_ptr,  # (n_rows, n_parts)
+    n_rows,
+    n_cols,
+    n_parts,
+    part_cols,  # a multiple of BLOCK_COLS
+    sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
+    x_row_strides,
+    x_col_stride,
+    INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program i * n_parts + j owns part j of the rows of tile i: their maxima, and sums of exp(x - maximum)."""
+    part = (tl.program_id(0) % n_parts).to(tl.int64)
+    rows = (tl.program_id(0) // n_parts).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
     x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides)
-    out_ptrs = out_ptr + _row_offsets(rows, sizes, out_row_strides)
     m, s = _online_start((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
-    for start in range(0, n_cols, BLOCK_COLS):
-        cols = start + lanes
-        x = tl.load(x_ptrs + cols * x_col_stride, mask=(rows < n_rows) & (cols < n_cols), other=-float("inf"))
-        m, s = _online_update(m, s, x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE))
-    row_max, row_sum = _online_finish(m, s)
-    for start in range(0, n_cols, BLOCK_COLS):
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=4):
         cols = start + lanes
         mask = (rows < n_rows) & (cols < n_cols)
-        x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"))
+        x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_last")
+        m, s = _online_update(m, s, x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE))
+    part_max, part_sum = _online_finish(m, s)
+    offsets = rows * n_parts + part
+    tl.store(part_max_ptr + offsets, part_max, mask=rows < n_rows)
+    tl.store(part_sum_ptr + offsets, part_sum, mask=rows < n_rows)
+
+
+@triton.jit
+def _softmax_parts_fwd_kernel(
+    x_ptr,  # any strides over `sizes` and the columns
+    out_ptr,  # any strides over `sizes` and the columns
+    part_max_ptr,  # (n_rows, n_parts)
+    part_sum_ptr,  # (n_rows, n_parts)
+    n_rows,
+    n_cols,
+    n_parts,
+    part_cols,  # a multiple of BLOCK_COLS
+    sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
+    x_row_strides,
+    out_row_strides,
+    x_col_stride,
+    out_col_stride,
+    INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program i * n_parts + j writes part j of the rows of tile i, by the statistics of all parts."""
+    part = (tl.program_id(0) % n_parts).to(tl.int64)
+    rows = (tl.program_id(0) // n_parts).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    lowest, zero = _online_start((BLOCK_PARTS, BLOCK_ROWS), STATS_DTYPE)
+    m, s = lowest, zero
+    for first in range(0, n_parts, BLOCK_PARTS):
+        parts = first + tl.arange(0, BLOCK_PARTS)[:, None]
+        mask = (rows < n_rows) & (parts < n_parts)
+        part_max = tl.load(part_max_ptr + rows * n_parts + parts, mask=mask, other=lowest)
+        part_sum = tl.load(part_sum_ptr + rows * n_parts + parts, mask=mask, other=zero)
+        new = tl.maximum(m, part_max)
+        m, s = new, s * tl.exp(m - new) + part_sum * tl.exp(part_max - new)
+    row_max, row_sum = _online_finish(m, s)
+    lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
+    x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides)
+    out_ptrs = out_ptr + _row_offsets(rows, sizes, out_row_strides)
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=4):
+        cols = start + lanes
+        mask = (rows < n_rows) & (cols < n_cols)
+        x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_first")
         out = _normalize(x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE), row_max, row_sum, IS_LOG)
         tl.store(out_ptrs + cols * out_col_stride, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -318,112 +341,231 @@ def _softmax_strided_bwd_kernel(
     y_col_stride,
     dy_col_stride,
     dx_col_stride,
+    INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
 ):
-    """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS, a tile of columns at a time, in any memory layout."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
-    lanes = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
+    """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS, in any memory layout."""
+    rows = tl.program_id(0).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    cols = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
+    mask = (rows < n_rows) & (cols < n_cols)
+    y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides) + cols * y_col_stride
+    dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides) + cols * dy_col_stride
+    y = tl.load(y_ptrs, mask=mask, other=0.0).to(STATS_DTYPE)
+    dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(STATS_DTYPE)
+    row_sum = tl.sum(_summand(y, dy, IS_LOG), axis=0, keep_dims=True)
+    dx = _gradient(y, dy, row_sum, IS_LOG)
+    dx_ptrs = dx_ptr + _row_offsets(rows, sizes, dx_row_strides) + cols * dx_col_stride
+    tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_parts_sum_kernel(
+    y_ptr,  # any strides over `sizes` and the columns
+    dy_ptr,  # any strides over `sizes` and the columns
+    part_sum_ptr,  # (n_rows, n_parts)
+    n_rows,
+    n_cols,
+    n_parts,
+    part_cols,  # a multiple of BLOCK_COLS
+    sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
+    y_row_strides,
+    dy_row_strides,
+    y_col_stride,
+    dy_col_stride,
+    INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program i * n_parts + j owns part j of the rows of tile i: their sums of dy * y."""
+    part = (tl.program_id(0) % n_parts).to(tl.int64)
+    rows = (tl.program_id(0) // n_parts).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
+    y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides)
+    dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides)
+    sums = tl.zeros((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=3):
+        cols = start + lanes
+        mask = (rows < n_rows) & (cols < n_cols)
+        y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_last")
+        dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0, eviction_policy="evict_last")
+        sums += _summand(y.to(STATS_DTYPE), dy.to(STATS_DTYPE), IS_LOG)
+    tl.store(part_sum_ptr + rows * n_parts + part, tl.sum(sums, axis=0, keep_dims=True), mask=rows < n_rows)
+
+
+@triton.jit
+def _softmax_parts_bwd_kernel(
+    y_ptr,  # any strides over `sizes` and the columns
+    dy_ptr,  # any strides over `sizes` and the columns
+    dx_ptr,  # any strides over `sizes` and the columns
+    part_sum_ptr,  # (n_rows, n_parts)
+    n_rows,
+    n_cols,
+    n_parts,
+    part_cols,  # a multiple of BLOCK_COLS
+    sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
+    y_row_strides,
+    dy_row_strides,
+    dx_row_strides,
+    y_col_stride,
+    dy_col_stride,
+    dx_col_stride,
+    INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program i * n_parts + j writes part j of the rows of tile i, by the sums of all parts."""
+    part = (tl.program_id(0) % n_parts).to(tl.int64)
+    rows = (tl.program_id(0) // n_parts).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    sums = tl.zeros((BLOCK_PARTS, BLOCK_ROWS), STATS_DTYPE)
+    for first in range(0, n_parts, BLOCK_PARTS):
+        parts = first + tl.arange(0, BLOCK_PARTS)[:, None]
+        mask = (rows < n_rows) & (parts < n_parts)
+        sums += tl.load(part_sum_ptr + rows * n_parts + parts, mask=mask, other=0.0)
+    row_sum = tl.sum(sums, axis=0, keep_dims=True)
+    lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
     y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides)
     dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides)
     dx_ptrs = dx_ptr + _row_offsets(rows, sizes, dx_row_strides)
-    sums = tl.zeros((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
-    for start in range(0, n_cols, BLOCK_COLS):
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=3):
         cols = start + lanes
         mask = (rows < n_rows) & (cols < n_cols)
-        y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0).to(STATS_DTYPE)
-        dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0).to(STATS_DTYPE)
-        sums += _summand(y, dy, IS_LOG)
-    row_sum = tl.sum(sums, axis=0, keep_dims=True)
-    for start in range(0, n_cols, BLOCK_COLS):
-        cols = start + lanes
-        mask = (rows < n_rows) & (cols < n_cols)
-        y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0).to(STATS_DTYPE)
-        dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0).to(STATS_DTYPE)
-        dx = _gradient(y, dy, row_sum, IS_LOG)
+        y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_first")
+        dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0, eviction_policy="evict_first")
+        dx = _gradient(y.to(STATS_DTYPE), dy.to(STATS_DTYPE), row_sum, IS_LOG)
         tl.store(dx_ptrs + cols * dx_col_stride, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
+class _Rows(NamedTuple):
+    """How rows lie in memory: those of each input, and last those of the output."""
+
+    n_rows: int
+    n_cols: int
+    sizes: tuple[int, ...]
+    row_strides: list[tuple[int, ...]]
+    col_strides: list[int]
+
+    @property
+    def index_dtype(self) -> tl.dtype:
+        # The last tile of rows may end behind the last row.
+        return index_dtype(self.n_rows + 2048)
+
+
 def _launch_rows(
-    kernels: tuple, inputs: tuple[torch.Tensor, ...], out: torch.Tensor, dim: int, is_log: bool, dtype: torch.dtype
+    inputs: tuple[torch.Tensor, ...], out: torch.Tensor, dim: int, is_log: bool, dtype: torch.dtype
 ) -> None:
-    """Launch the one of three kernels (whole rows, online, strided) that suits the rows along `dim`."""
-    whole_rows, online, strided = kernels
+    """Launch the kernels that suit the rows along `dim`: forward for one input, backward for two."""
+    is_forward = len(inputs) == 1
     shape, *strides = (list(s) or [1] for s in (out.shape, *(t.stride() for t in (*inputs, out))))
     n_cols = shape.pop(dim)
     n_rows = out.numel() // n_cols
     col_strides = [s.pop(dim) for s in strides]
-    sizes, row_strides = collapse(shape, *strides)
-    stats_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = _Rows(n_rows, n_cols, *collapse(shape, *strides), col_strides)
     meta = {"IS_LOG": is_log, "STATS_DTYPE": tl.float64 if dtype == torch.float64 else tl.float32}
-    dense_rows = n_cols == 1 or all(stride == 1 for stride in col_strides)
+    dense_cols = n_cols == 1 or all(stride == 1 for stride in col_strides)
 
-    if len(sizes) > 1 or not dense_rows:
-        block_rows, block_cols = _strided_tile(n_rows, n_cols, dense_rows)
-        grid = (cdiv(n_rows, block_rows),)
+    if len(rows.sizes) > 1 or not dense_cols:
+        block_rows, block_cols, num_warps = _strided_tile(n_cols, dense_cols)
+        if n_cols > block_cols:
+            _launch_parts(inputs, out, rows, block_rows, block_cols, num_warps, meta)
+            return
+        kernel = _softmax_strided_fwd_kernel if is_forward else _softmax_strided_bwd_kernel
         launch(
-            strided, grid, *inputs, out, n_rows, n_cols, sizes, *row_strides, *col_strides,
-            BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=8, **meta,
+            kernel, (cdiv(n_rows, block_rows),),
+            *inputs, out, n_rows, n_cols, rows.sizes, *rows.row_strides, *col_strides,
+            INDEX_DTYPE=rows.index_dtype, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps, **meta,
         )  # fmt: skip
         return
 
-    if len(inputs) == 1 and _has_parts(*inputs, n_rows, n_cols):
-        _launch_parts(*inputs, out, n_rows, n_cols, row_strides[0][0], meta)
-        return
-
+    row_strides = [strides[0] for strides in rows.row_strides]
     # The kernel for Hopper keeps its statistics in float32.
-    if len(inputs) == 1 and dtype != torch.float64 and is_hopper(out.device):
+    if is_forward and dtype != torch.float64 and is_hopper(out.device):
         resident = hopper.load("softmax")
-        n_first = resident.supported_rows(*inputs, n_rows, n_cols, row_strides[0][0]) if resident is not None else 0
+        n_first = resident.supported_rows(*inputs, n_rows, n_cols, row_strides[0]) if resident is not None else 0
         if n_first > 0:
-            resident.forward(*inputs, out, n_first, n_cols, row_strides[0][0], is_log)
-            if n_first == n_rows:
-                return
-            inputs, out = (_row(*inputs, n_first, n_cols, row_strides[0][0]),), _row(out, n_first, n_cols, n_cols)
+            resident.forward(*inputs, out, n_first, n_cols, row_strides[0], is_log)
+        if n_first == n_rows:
+            return
+        if n_first > 0:
+            inputs, out = (_row(*inputs, n_first, n_cols, row_strides[0]),), _row(out, n_first, n_cols, n_cols)
             n_rows = 1
+            rows = rows._replace(n_rows=1)
 
-    args = (*inputs, out, n_rows, n_cols, *(s[0] for s in row_strides[:-1]))
+    args = (*inputs, out, n_rows, n_cols, *row_strides[:-1])
     block_cols = next_power_of_2(n_cols)
-    col_bytes = len(inputs) * stats_dtype.itemsize
+    col_bytes = len(inputs) * (8 if dtype == torch.float64 else 4)
     if block_cols * col_bytes <= _MAX_ROW_BYTES:
         # Short rows share a program, which keeps more loads in flight that way.
         block_rows = max(1, 1024 // block_cols)
-        num_warps = _num_warps(block_rows * block_cols * col_bytes)
-        grid = (cdiv(n_rows, block_rows),)
-        launch(whole_rows, grid, *args, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps, **meta)
+        kernel = _softmax_fwd_kernel if is_forward else _softmax_bwd_kernel
+        launch(
+            kernel, (cdiv(n_rows, block_rows),), *args, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+            num_warps=_num_warps(block_rows * block_cols * col_bytes), **meta,
+        )  # fmt: skip
         return
 
+    block_cols = _ONLINE_BLOCK_BYTES // inputs[0].element_size()
+    if _pays_in_parts(n_rows, n_cols, block_cols, out.device):
+        _launch_parts(inputs, out, rows, 1, block_cols, 16, meta)
+        return
     n_processors = num_multiprocessors(out.device)
     row_bytes = n_cols * sum(x.element_size() for x in inputs)
     rows_per_processor = 2 if 2 * n_processors * row_bytes <= _L2_BYTES else 1
+    kernel = _softmax_online_fwd_kernel if is_forward else _softmax_online_bwd_kernel
     grid = (min(n_rows, rows_per_processor * n_processors),)
-    block_cols = _ONLINE_BLOCK_BYTES // inputs[0].element_size()
-    launch(online, grid, *args, BLOCK_COLS=block_cols, num_warps=16, **meta)
+    launch(kernel, grid, *args, BLOCK_COLS=block_cols, num_warps=16, **meta)
 
 
-def _has_parts(x: torch.Tensor, n_rows: int, n_cols: int) -> bool:
+def _pays_in_parts(n_rows: int, n_cols: int, block_cols: int, device: torch.device) -> bool:
     """Whether a program for each row would leave multiprocessors idle for longer than a second launch takes."""
-    min_bytes = _MIN_PARTS_BYTES * max(1, n_rows / 32)
-    return n_cols * x.element_size() >= min_bytes and 2 * n_rows <= num_multiprocessors(x.device)
+    n_steps = n_cols / block_cols
+    return 2 * n_rows <= num_multiprocessors(device) and n_steps >= _MIN_STEPS_OF_PARTS * max(1, n_rows / 32)
 
 
-def _launch_parts(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, meta: dict) -> None:
+def _launch_parts(
+    inputs: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    rows: _Rows,
+    block_rows: int,
+    block_cols: int,
+    num_warps: int,
+    meta: dict,
+) -> None:
     """Cut each row into parts, one for each program: first for their statistics, then for the result."""
-    block_cols = _ONLINE_BLOCK_BYTES // x.element_size()
-    max_parts = 2 * num_multiprocessors(x.device)
-    part_cols = cdiv(cdiv(n_cols, max_parts // n_rows), block_cols) * block_cols
-    n_parts = cdiv(n_cols, part_cols)
-    stats_dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-    part_max, part_sum = (scratch((n_rows, n_parts), stats_dtype, x.device) for _ in range(2))
-    args = x, out, part_max, part_sum, n_cols, part_cols, row_stride
-    grid, options = (n_parts, n_rows), {"BLOCK_COLS": block_cols, "num_warps": 16}
-    launch(_softmax_parts_stats_kernel, grid, *args, **options, STATS_DTYPE=meta["STATS_DTYPE"])
-    launch(_softmax_parts_fwd_kernel, grid, *args, MAX_PARTS=next_power_of_2(max_parts), **options, **meta)
+    n_tiles = cdiv(rows.n_rows, block_rows)
+    # As many parts as keep the GPU busy, and so many that none is too long for its sum.
+    n_parts = max(1, 32 // num_warps * num_multiprocessors(out.device) // n_tiles)
+    n_parts = max(n_parts, cdiv(rows.n_cols, _MAX_STEPS_OF_PARTS * block_cols))
+    part_cols = cdiv(cdiv(rows.n_cols, n_parts), block_cols) * block_cols
+    n_parts = cdiv(rows.n_cols, part_cols)
+    stats_dtype = torch.float64 if meta["STATS_DTYPE"] == tl.float64 else torch.float32
+    stats = [scratch((rows.n_rows, n_parts), stats_dtype, out.device) for _ in range(3 - len(inputs))]
+    args = *stats, rows.n_rows, rows.n_cols, n_parts, part_cols, rows.sizes
+    strides = *rows.row_strides[:-1], *rows.col_strides[:-1]
+    grid = (n_tiles * n_parts,)
+    is_log = {"IS_LOG": meta["IS_LOG"]}
+    options = {
+        "INDEX_DTYPE": rows.index_dtype, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols,
+        "STATS_DTYPE": meta["STATS_DTYPE"], "num_warps": num_warps,
+    }  # fmt: skip
+    if len(inputs) == 1:
+        kernel = _softmax_parts_fwd_kernel
+        launch(_softmax_parts_stats_kernel, grid, *inputs, out, *args, *strides, **options)
+    else:
+        kernel = _softmax_parts_bwd_kernel
+        launch(_softmax_parts_sum_kernel, grid, *inputs, *args, *strides, **options, **is_log)
+    strides = *rows.row_strides, *rows.col_strides
+    launch(kernel, grid, *inputs, out, *args, *strides, BLOCK_PARTS=1024 // block_rows, **options, **is_log)
 
 
 def _row(x: torch.Tensor, i: int, n_cols: int, row_stride: int) -> torch.Tensor:
@@ -435,14 +577,15 @@ def _num_warps(n_bytes: int) -> int:
     return next((warps for limit, warps in ((4096, 2), (16384, 4), (32768, 8)) if n_bytes <= limit), 16)
 
 
-def _strided_tile(n_rows: int, n_cols: int, dense_rows: bool) -> tuple[int, int]:
-    """Rows and columns of a tile of 2048 elements, longest along the dimension that is dense in memory."""
-    if dense_rows:
-        block_cols = min(next_power_of_2(n_cols), 1024)
-        return 2048 // block_cols, block_cols
-    # 64 rows of a 16-bit dtype fill one 128-byte line of the cache. Only two choices, so that few kernels are compiled.
-    block_rows = 64 if n_rows > 8 else 8
-    return block_rows, min(next_power_of_2(n_cols), 2048 // block_rows)
+def _strided_tile(n_cols: int, dense_cols: bool) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile, which has all columns up to 1024 of them: measured on an H200."""
+    block_cols = next_power_of_2(n_cols)
+    if block_cols > 1024:
+        # 16 neighbouring rows of a 16-bit dtype fill a sector of 32 bytes, the least that memory hands out.
+        return (2, 1024, 8) if dense_cols else (16, 128, 8)
+    # A sum over few columns wants few warps: where a warp has all of them, it needs no other.
+    n_elements, num_warps = (512, 1) if block_cols <= 32 else (4096, 4) if block_cols <= 256 else (8192, 8)
+    return n_elements // block_cols, block_cols, num_warps
 
 
 def _empty_output(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
@@ -459,8 +602,7 @@ def _vmap_fwd(info, in_dims, x, dim, *options):
 def _softmax_fwd(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
     out = _empty_output(x, dim, dtype, is_log)
     if out.numel() > 0:
-        kernels = (_softmax_fwd_kernel, _softmax_online_fwd_kernel, _softmax_strided_fwd_kernel)
-        _launch_rows(kernels, (x,), out, dim, is_log, dtype)
+        _launch_rows((x,), out, dim, is_log, dtype)
     return out
 
 
@@ -479,8 +621,7 @@ def _vmap_bwd(info, in_dims, y, dy, dim, *options):
 def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
     dx = _empty_gradient(y, dy, dim, dtype, is_log)
     if dx.numel() > 0:
-        kernels = (_softmax_bwd_kernel, _softmax_online_bwd_kernel, _softmax_strided_bwd_kernel)
-        _launch_rows(kernels, (y, dy), dx, dim, is_log, y.dtype)
+        _launch_rows((y, dy), dx, dim, is_log, y.dtype)
     return dx
 
 
@@ -488,12 +629,6 @@ def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, dim: int, dtype: torch.dtype
 
 
 class _Softmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim, dtype, is_log):
-        y = _softmax_fwd(x, dim, dtype, is_log)
-        _Softmax.setup(ctx, (x, dim, dtype, is_log), y)
-        return y
-
     @staticmethod
     def setup(ctx, inputs, output):
         x, ctx.dim, _, ctx.is_log = inputs
@@ -510,11 +645,6 @@ class _Softmax(torch.autograd.Function):
 
 class _SoftmaxGrad(torch.autograd.Function):
     """The backward pass as a function of its own, so that it can be differentiated again, by torch's operations."""
-
-    @staticmethod
-    def forward(ctx, y, dy, dim, x_dtype, is_log):
-        _SoftmaxGrad.setup(ctx, (y, dy, dim, x_dtype, is_log), None)
-        return _softmax_bwd(y, dy, dim, x_dtype, is_log)
 
     @staticmethod
     def setup(ctx, inputs, output):
@@ -595,11 +725,12 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row stays in registers and is read once, longer ones twice,
-        the second time from the L2 cache while it fits there. On Hopper a 16-bit or float32 row of up to 304 KiB is
-        read once, too, if x is 16-byte aligned and so is the distance from a row's end to the next row. A few rows of
-        128 KiB or more are cut into parts, so that they keep the whole GPU busy. Rows that are not dense in memory, as
-        with any dim but the last, are read where they lie, in tiles. The result repeats bit for bit. The gradient has
-        kernels of its own and can be differentiated again.
+        the second time from the L2 cache while it fits there. On Hopper a 16-bit or float32 row of up to 24 MiB is
+        read once, too, if x is 16-byte aligned and so is the distance from a row's end to the next row: it lies on one
+        multiprocessor or in parts on several, which exchange their maxima and sums. Elsewhere a few rows of 128 KiB or
+        more are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in
+        memory, as with any dim but the last, are read where they lie, in tiles, and twice beyond 1024 columns. The
+        result repeats bit for bit. The gradient has kernels of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery

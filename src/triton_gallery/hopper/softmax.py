@@ -2,24 +2,27 @@
 
 ``tl`` decides by itself what lives in shared memory. Here the kernel decides: it copies a row there chunk by chunk,
 takes maximum and sum as the chunks arrive, and writes the result chunk by chunk; as soon as a chunk is written, the
-copy of the next row's chunk takes its place, so that memory is never idle. What shared memory cannot hold of a row
-stays in registers as it was loaded, and what does not fit there either is read a second time, from the L2 cache.
+copy of the next row's chunk takes its place, so that memory is never idle. Rows that would leave a multiprocessor with
+one program, or have no room there at all, are cut into parts: see ``exchange``.
 """
 
 import torch
 
-from .._launch import cdiv, launch, num_multiprocessors
+from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
+from .exchange import at_a_time, exchange, mailboxes
 
 # What the programs on one multiprocessor may hold in shared memory together; each is charged 1 KiB more.
 _SHARED_BYTES = 216 * 1024
-# Vectors of 16 bytes per thread in a chunk, and in each of the pieces that registers have room for.
+# Vectors of 16 bytes per thread in a chunk.
 _STEPS = 2
-_MAX_KEPT = 6
-# The same in a piece that is read twice.
-_LONG_STEPS = 4
 # More programs on a multiprocessor do not help.
 _MAX_PROGRAMS = 6
+# Longer rows are cut into parts, of which a multiprocessor has room for _MAX_PROGRAMS.
+_MAX_ROW_BYTES = 88 * 1024
+_MAX_PART_BYTES = 32 * 1024
+# Fewer bytes than this, all rows together, are read twice in less time than the parts need to agree.
+_MIN_BYTES_OF_PARTS = 4 * 1024 * 1024
 
 
 @gluon.jit
@@ -61,18 +64,6 @@ def _copy_chunk(chunk, ptrs, vectors, numbers, n_left, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _load_piece(x_row_ptr, vectors, numbers, end, VECTOR: gl.constexpr, FULL: gl.constexpr, POLICY: gl.constexpr):
-    """A piece of the row, and -inf behind the row's end."""
-    cols = vectors * VECTOR + numbers
-    if FULL:
-        return gl.load(x_row_ptr + cols, eviction_policy=POLICY)
-    else:
-        mask = (vectors * VECTOR < end) & (numbers >= 0)
-        x = gl.load(x_row_ptr + cols, mask=mask, other=-float("inf"), eviction_policy=POLICY)
-        return gl.where(cols < end, x, -float("inf"))
-
-
-@gluon.jit
 def _store(ptrs, out, vectors, numbers, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
     """Store what lies between begin and end: whole vectors at once, and what is left of a row number by number."""
     cols = vectors * VECTOR
@@ -93,28 +84,38 @@ def _place(row, row_vectors, rest, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
         return row * row_vectors + row * rest // VECTOR, (row * rest % VECTOR).to(gl.int32)
 
 
-@gluon.jit(do_not_specialize=["n_rows", "rest"])
+@gluon.jit
+def _join(maxima, sums, parts, n_parts):
+    """The maximum and the sum of a row of which each part brings its own."""
+    row_max = gl.max(maxima, 0)
+    return row_max, gl.sum(gl.where(parts < n_parts, sums * gl.exp(maxima - row_max), 0.0), 0)
+
+
+@gluon.jit(do_not_specialize=["n_rows", "n_parts", "rest"])
 def _softmax_resident_fwd_kernel(
     x_ptr,  # (n_rows, n_cols), 16-byte aligned
     out_ptr,  # (n_rows, n_cols), contiguous
+    mail_ptr,  # (n_rows, n_parts), or None for whole rows
     n_rows,
+    n_parts,
+    part_vectors,  # in a part of a row; the last part may have fewer
     n_vectors,  # n_cols in units of VECTOR, which tells the compiler that aligned rows are
     x_row_vectors,  # x_row_stride likewise
     rest,  # what both leave over
     VECTOR: gl.constexpr,  # numbers in 16 bytes
     CHUNK_STEPS: gl.constexpr,  # vectors per thread in a chunk
-    N_CHUNKS: gl.constexpr,  # in shared memory
-    N_FULL: gl.constexpr,  # of these, those that every row fills
-    PIECE_STEPS: gl.constexpr,  # vectors per thread in each piece behind the chunks
-    N_KEPT: gl.constexpr,  # pieces in registers, or 0 if there are too many
-    N_KEPT_FULL: gl.constexpr,  # of these, those that every row fills
-    IS_LONGER: gl.constexpr,  # the row goes on behind what is kept
+    N_CHUNKS: gl.constexpr,  # chunks of a part
+    N_FULL: gl.constexpr,  # of these, those that every part fills
+    MAX_PARTS: gl.constexpr,
     ALIGNED: gl.constexpr,  # rest is 0: no vector belongs to two rows
     IS_LOG: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program i owns rows i, i + num_programs, ...: out = exp(x - max(x)) / sum(exp(x - max(x)))."""
-    # A piece of the row is (steps, threads, numbers of a vector): each thread meets what it has copied itself.
+    """Programs 0 to n_parts - 1 own row 0, one part each, the next n_parts programs row 1, and so on.
+
+    After as many rows as there are programs for they go on with the next ones.
+    """
+    # A chunk is (steps, threads, numbers of a vector): each thread meets what it has copied itself.
     THREADS: gl.constexpr = 32 * num_warps
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [1, 32, 1], [1, num_warps, 1], [2, 1, 0])
     BY_STEP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
@@ -129,64 +130,43 @@ def _softmax_resident_fwd_kernel(
     numbers = gl.arange(0, VECTOR, BY_NUMBER)[None, None, :]
     vectors = gl.arange(0, CHUNK_STEPS, BY_STEP)[:, None, None] * THREADS + threads
     cols = vectors * VECTOR + numbers
-    BEHIND: gl.constexpr = N_CHUNKS * CHUNK_VECTORS
-    PIECE: gl.constexpr = PIECE_STEPS * THREADS
-    piece_vectors = gl.arange(0, PIECE_STEPS, BY_STEP)[:, None, None] * THREADS + threads
 
-    n_cols = n_vectors * VECTOR + rest
-    row = gl.program_id(0).to(gl.int64)
-    # From the vector in which the row begins, its numbers are those from `begin` to `end`.
+    part = gl.program_id(0) % n_parts
+    row = (gl.program_id(0) // n_parts).to(gl.int64)
+    first = part * part_vectors * VECTOR
+    n_cols = gl.minimum(n_vectors * VECTOR + rest - first, part_vectors * VECTOR)
+    # From the vector in which a part begins, its numbers are those from `begin` to `end`.
     x_vector, begin = _place(row, x_row_vectors, rest, VECTOR, ALIGNED)
-    x_row_ptr = x_ptr + x_vector * VECTOR
+    x_row_ptr = x_ptr + x_vector * VECTOR + first
     for c in gl.static_range(N_CHUNKS):
         n_left = gl.cdiv(begin + n_cols, VECTOR) - c * CHUNK_VECTORS
         _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
-    kept = ()
-    for k in gl.static_range(N_KEPT):
-        vectors_k = BEHIND + k * PIECE + piece_vectors
-        kept += (_load_piece(x_row_ptr, vectors_k, numbers, begin + n_cols, VECTOR, k < N_KEPT_FULL, "evict_first"),)
     while row < n_rows:
         end = begin + n_cols
         # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
         m = gl.full([THREADS], -3.4028234663852886e38, gl.float32, BY_THREAD)
         s = gl.zeros([THREADS], gl.float32, BY_THREAD)
-        if IS_LONGER:
-            # While the chunks are on their way.
-            for first in range(BEHIND, gl.cdiv(end, VECTOR), PIECE):
-                piece = _load_piece(x_row_ptr, first + piece_vectors, numbers, end, VECTOR, False, "evict_last")
-                m, s = _update(_widen(piece, OUT), m, s)
         for c in gl.static_range(N_CHUNKS):
             async_copy.wait_group(N_CHUNKS - 1 - c)
             x = _widen(ring.index(c).load(LAYOUT), OUT)
             if c >= N_FULL or (c == 0 and not ALIGNED):
                 x = gl.where((c * CHUNK + cols >= begin) & (c * CHUNK + cols < end), x, -float("inf"))
             m, s = _update(x, m, s)
-        for k in gl.static_range(N_KEPT):
-            m, s = _update(_widen(kept[k], OUT), m, s)
         row_max = gl.max(m, 0)
         row_sum = gl.sum(s * gl.exp(m - row_max), 0)
+        if mail_ptr is not None:
+            maxima, sums, parts = exchange(
+                mail_ptr + row * n_parts, row_max, row_sum, part, n_parts, MAX_PARTS, num_warps
+            )
+            row_max, row_sum = _join(maxima, sums, parts, n_parts)
         log2_sum = gl.log2(row_sum)
 
-        next_row = row + gl.num_programs(0)
+        next_row = row + gl.num_programs(0) // n_parts
         # After the last row the copies bring it again, and nobody reads them.
         next_vector, next_begin = _place(gl.minimum(next_row, n_rows - 1), x_row_vectors, rest, VECTOR, ALIGNED)
-        next_row_ptr = x_ptr + next_vector * VECTOR
+        next_row_ptr = x_ptr + next_vector * VECTOR + first
         out_vector, _ = _place(row, n_vectors, rest, VECTOR, ALIGNED)
-        out_row_ptr = out_ptr + out_vector * VECTOR
-        next_kept = ()
-        for k in gl.static_range(N_KEPT):
-            vectors_k = BEHIND + k * PIECE + piece_vectors
-            kept_out = _result(_widen(kept[k], OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
-            kept_ptrs = out_row_ptr + vectors_k * VECTOR + numbers
-            if k < N_KEPT_FULL:
-                gl.store(kept_ptrs, kept_out)
-            else:
-                _store(kept_ptrs, kept_out, vectors_k, numbers, 0, end, VECTOR, ALIGNED)
-            next_end = next_begin + n_cols
-            next_kept += (
-                _load_piece(next_row_ptr, vectors_k, numbers, next_end, VECTOR, k < N_KEPT_FULL, "evict_first"),
-            )
-        kept = next_kept
+        out_row_ptr = out_ptr + out_vector * VECTOR + first
         for c in gl.static_range(N_CHUNKS):
             start = c * CHUNK_VECTORS
             out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
@@ -196,30 +176,28 @@ def _softmax_resident_fwd_kernel(
                 gl.store(out_row_ptr + c * CHUNK + cols, out)
             n_left = gl.cdiv(next_begin + n_cols, VECTOR) - start
             _copy_chunk(ring.index(c), next_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
-        if IS_LONGER:
-            for first in range(BEHIND, gl.cdiv(end, VECTOR), PIECE):
-                piece = _load_piece(x_row_ptr, first + piece_vectors, numbers, end, VECTOR, False, "evict_first")
-                piece_out = _result(_widen(piece, OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
-                piece_ptrs = out_row_ptr + (first + piece_vectors) * VECTOR + numbers
-                _store(piece_ptrs, piece_out, first + piece_vectors, numbers, 0, end, VECTOR, ALIGNED)
         row, x_row_ptr, begin = next_row, next_row_ptr, next_begin
     async_copy.wait_group(0)
 
 
 def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -> int:
-    """How many rows, from the first, the kernel can take; none where they are too short for it to pay.
+    """How many rows, from the first, the kernel can take; none where they are too short or too few for it to pay.
 
     Where a row of x begins between two multiples of 16 bytes, there the row of the output must begin as well.
     """
-    itemsize = x.element_size()
+    row_bytes = n_cols * x.element_size()
     # Below, tl's kernel keeps the row in registers, which has room for a 32-bit number and not only for half of one.
-    at_least = {2: 16 * 1024, 4: 128 * 1024}.get(itemsize)
-    if at_least is None or not at_least < n_cols * itemsize < 2**31:
+    at_least = {2: 16 * 1024, 4: 128 * 1024}.get(x.element_size())
+    if at_least is None or not at_least < row_bytes < 2**31:
         return 0
-    if (row_stride - n_cols) * itemsize % 16 != 0 or x.data_ptr() % 16 != 0:
+    if (row_stride - n_cols) * x.element_size() % 16 != 0 or x.data_ptr() % 16 != 0:
         return 0
+    if row_bytes > _MAX_ROW_BYTES:
+        n_parts = cdiv(row_bytes, _MAX_PART_BYTES)
+        if n_rows * row_bytes < _MIN_BYTES_OF_PARTS or n_parts > _MAX_PROGRAMS * num_multiprocessors(x.device):
+            return 0
     # The kernel reads whole vectors of 16 bytes. That of the last row's end may reach past the memory of x.
-    end = ((n_rows - 1) * row_stride + n_cols) * itemsize
+    end = ((n_rows - 1) * row_stride + n_cols) * x.element_size()
     return n_rows if end % 16 == 0 else n_rows - 1
 
 
@@ -227,29 +205,25 @@ def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_st
     """Write the softmax of the first `n_rows`, which are supported, or its logarithm, to out."""
     vector = 16 // x.element_size()
     n_vectors, rest = divmod(n_cols, vector)
-    aligned = rest == 0
-    # Other rows can begin at the end of a vector.
-    row_bytes = (n_cols if aligned else n_cols + vector - 1) * x.element_size()
-    num_warps = _num_warps(row_bytes)
-    chunk_bytes = piece_bytes = num_warps * 32 * 16 * _STEPS
-    n_chunks = min(cdiv(row_bytes, chunk_bytes), _SHARED_BYTES // chunk_bytes)
-    n_kept = max(0, cdiv(row_bytes - n_chunks * chunk_bytes, piece_bytes))
-    is_longer = n_kept > _MAX_KEPT
-    if is_longer:
-        n_kept = 0
-    n_full = n_cols * x.element_size() // chunk_bytes
+    row_bytes = n_cols * x.element_size()
+    in_parts = row_bytes > _MAX_ROW_BYTES
+    n_parts = cdiv(row_bytes, _MAX_PART_BYTES) if in_parts else 1
+    # Parts begin at multiples of 256 bytes from the row's begin. A last vector that is not whole counts, too.
+    part_vectors = cdiv(cdiv(n_cols, vector), 16 * n_parts) * 16
+    n_parts = cdiv(n_cols, part_vectors * vector)
+    last_bytes = row_bytes - (n_parts - 1) * part_vectors * 16
+    # Rows that begin between two vectors may reach into one more.
+    part_bytes = (part_vectors * 16 if in_parts else row_bytes) + (0 if rest == 0 else 16 - x.element_size())
+    num_warps = 4 if part_bytes <= 40 * 1024 else 8
+    chunk_bytes = num_warps * 32 * 16 * _STEPS
+    n_chunks = cdiv(part_bytes, chunk_bytes)
     programs = num_multiprocessors(x.device) * min(_MAX_PROGRAMS, _SHARED_BYTES // (n_chunks * chunk_bytes))
     launch(
         _softmax_resident_fwd_kernel,
-        (min(n_rows, programs),),
-        x, out, n_rows, n_vectors, row_stride // vector, rest,
-        VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=min(n_chunks, n_full),
-        PIECE_STEPS=_LONG_STEPS if is_longer else _STEPS, N_KEPT=n_kept,
-        N_KEPT_FULL=min(n_kept, max(0, n_full - n_chunks)), IS_LONGER=is_longer,
-        ALIGNED=aligned, IS_LOG=is_log, num_warps=num_warps,
+        (min(n_rows, programs // n_parts) * n_parts,),
+        x, out, mailboxes(n_rows, n_parts, x.device) if in_parts else None,
+        n_rows, n_parts, part_vectors, n_vectors, row_stride // vector, rest,
+        VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=min(n_chunks, last_bytes // chunk_bytes),
+        MAX_PARTS=next_power_of_2(n_parts), ALIGNED=rest == 0, IS_LOG=is_log, num_warps=num_warps,
+        **(at_a_time(_MAX_PROGRAMS, num_warps) if in_parts else {}),
     )  # fmt: skip
-
-
-def _num_warps(row_bytes: int) -> int:
-    """Warps of a program; more of them where it has the multiprocessor to itself."""
-    return 4 if row_bytes <= 40 * 1024 else 8 if row_bytes <= 128 * 1024 else 16

@@ -1,0 +1,57 @@
+"""Parts of a row on different multiprocessors tell each other, through memory, what they have found.
+
+A row that is too long for one multiprocessor fits into several, if a program for each part keeps its part on the chip
+and the programs agree on the row's statistics in between. Each writes its two numbers into a mailbox and reads those of
+all parts as soon as they are there: a wait, in which other programs of the multiprocessor work. Who waits for a program
+that does not run waits for ever, so all of them must run at a time. *Cooperative launch* sees to that: the driver
+starts the whole grid together, or refuses where it has no room.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .._launch import cdiv, launch, scratch
+from ._gluon import gl, gluon
+
+# What a mailbox holds before a message: two NaNs with the sign bit set, which no arithmetic of the GPU makes.
+EMPTY = gl.constexpr(-1)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _empty_mailboxes_kernel(mail_ptr, n, BLOCK_SIZE: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    tl.store(mail_ptr + i, tl.full((BLOCK_SIZE,), -1, tl.int64), mask=i < n)
+
+
+def mailboxes(n_rows: int, n_parts: int, device: torch.device) -> torch.Tensor:
+    """An empty mailbox for each part of each row."""
+    mail = scratch((n_rows, n_parts), torch.int64, device)
+    launch(_empty_mailboxes_kernel, (cdiv(mail.numel(), 1024),), mail, mail.numel(), BLOCK_SIZE=1024)
+    return mail
+
+
+def at_a_time(n_programs: int, num_warps: int) -> dict[str, int | bool]:
+    """Options of a launch whose programs must all run at a time, `n_programs` of them on each multiprocessor."""
+    # A multiprocessor has 65536 registers, and gives each thread of a program the same multiple of 8.
+    return {"launch_cooperative_grid": True, "maxnreg": 65536 // (32 * num_warps * n_programs) // 8 * 8}
+
+
+@gluon.jit
+def exchange(mail_ptr, first, second, part, n_parts, MAX_PARTS: gl.constexpr, num_warps: gl.constexpr):
+    """Send two float32 numbers of this part of a row and wait for those of all parts.
+
+    Returns both for each part, and the parts' numbers; of MAX_PARTS, those from n_parts on repeat the last part.
+    """
+    # One store of 64 bits, so that nobody sees the first number without the second.
+    high = first.to(gl.int32, bitcast=True).to(gl.int64) << 32
+    message = high | (second.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
+    gl.atomic_xchg(mail_ptr + part, message, sem="relaxed")
+    parts = gl.arange(0, MAX_PARTS, gl.BlockedLayout([1], [32], [num_warps], [0]))
+    ptrs = mail_ptr + gl.minimum(parts, n_parts - 1)
+    mail = gl.load(ptrs, volatile=True)
+    while gl.max((mail == EMPTY).to(gl.int32), 0) == 1:
+        mail = gl.load(ptrs, volatile=True)
+    # Several threads hold the same mailbox, and the reduction asked one of them. Now nobody finds an empty one.
+    mail = gl.load(ptrs, volatile=True)
+    return (mail >> 32).to(gl.int32).to(gl.float32, bitcast=True), mail.to(gl.int32).to(gl.float32, bitcast=True), parts
