@@ -684,6 +684,12 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # as it holds them, the second reading does not reach the memory, and two trips are still two. When they outgrow it,
 # there is a third trip, which leaves two thirds of a copy's rate. If there are two programs on each of 132
 # multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
+#
+# On Hopper the library does not let go. A row that is too long for one multiprocessor lies in parts on several, and
+# the programs of the parts tell each other what they have found: page two explains how they can and why that needs a
+# *cooperative* launch. There they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's
+# formula from above, which joined the lanes of a program, joins programs. A part is small, 4 to 16 KiB: a
+# multiprocessor has room for 8 to 32 programs, and while most of them wait, some have work.
 
 
 @tg.benchmark.perf_report(
@@ -721,14 +727,14 @@ long_report
 
 # %%
 # The bytes that are counted are the same at every point. What changes is where a row is when it is needed for the
-# second time. Up to 49152 numbers the library keeps it in registers: at 24576 we reach
+# second time. Up to 49152 numbers one program keeps it in registers: at 24576 we reach
 # :measured:`layer-norm-long-fp16: triton_gallery / limit at 24576` of a copy's rate. Longer ones take programs of 512
 # threads, of which a multiprocessor has room for one, and it is
 # :measured:`layer-norm-long-fp16: triton_gallery / limit at 32768` and
-# :measured:`layer-norm-long-fp16: triton_gallery / limit at 49152`. From 65536 on the row is read twice. There we
-# expected two trips, as the cache has room for the rows, and get
-# :measured:`layer-norm-long-fp16: triton_gallery / limit at 65536`, hardly more than three trips leave; why, we have
-# not found out. Behind the cache it is :measured:`layer-norm-long-fp16: triton_gallery / limit at 262144`.
+# :measured:`layer-norm-long-fp16: triton_gallery / limit at 49152`. From 65536 on a row lies on several
+# multiprocessors: :measured:`layer-norm-long-fp16: triton_gallery / limit at 65536`, and
+# :measured:`layer-norm-long-fp16: triton_gallery / limit at 262144` at the right end, where 64 programs wait for the
+# last of them in each row.
 #
 # To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns it is ahead of
 # us: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate.

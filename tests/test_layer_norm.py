@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import triton_gallery as tg
 from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
+from triton_gallery import hopper
+from triton_gallery._launch import is_hopper
 
 # The package's name `layer_norm` is the function; this is its module.
 module = importlib.import_module("triton_gallery.layer_norm")
@@ -160,6 +162,28 @@ def test_long_rows_match_torch_with_the_shipped_blocks(n_cols, device, monkeypat
 def test_rows_in_registers_and_longer_match_torch(norm, dtype, n_cols, device):
     x = torch.randn(40, n_cols + 8, device=device).add(3).to(dtype)[:, :-8]
     check(norm, x, (n_cols,), make_params(norm, (n_cols,), dtype, device))
+
+
+@pytest.mark.gpu
+@NORMS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize(
+    ("n_rows", "n_cols"),
+    [(1, 65_552), (40, 49_168), (700, 65_536), (300, 131_088), (90, 300_000), (3, 1_048_592), (2, 4_194_304)],
+)
+def test_rows_on_several_multiprocessors_match_torch(norm, dtype, n_rows, n_cols, device):
+    if not is_hopper(device):
+        pytest.skip("these kernels are Hopper's")
+    x = torch.randn(n_rows, n_cols + 32, device=device).add(3).to(dtype)[:, 16:-16]
+    assert hopper.load("layer_norm").supports_forward(x, n_cols)
+    params = make_params(norm, (n_cols,), dtype, device)
+    check(norm, x, (n_cols,), params)
+    if n_rows > 4:
+        x[0, -1], x[1, 0] = math.nan, math.inf
+        x[2] += 1e3
+        y, expected = (call(norm, x[:2], (n_cols,), params, 1e-5) for call in (ours, torchs))
+        torch.testing.assert_close(y, expected, equal_nan=True)
+        check(norm, x[2:], (n_cols,), params)
 
 
 @pytest.mark.gpu

@@ -515,6 +515,8 @@ def _layer_norm_fwd(
             _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
             N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
+    elif is_hopper(x.device) and (parts := hopper.load("layer_norm")) and parts.supports_forward(rows, n_cols):
+        parts.forward(rows, weight, bias, y, mean if subtract_mean else None, rstd, eps)
     else:
         block_n = (1 if n_cols <= 32768 else 2) * _FWD_LONG_TILE * 2 // x.element_size()
         launch(
@@ -639,32 +641,26 @@ def _layer_norm_bwd(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):
-        outputs = _layer_norm_fwd(*inputs)
-        _LayerNorm.setup(ctx, inputs, outputs)
-        return outputs[0]
-
-    @staticmethod
     def setup(ctx, inputs, output):
         x, weight, bias, ctx.n_cols, ctx.eps, _, _ = inputs
         _, mean, rstd = output
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.weight_shape, ctx.bias_shape = (None if t is None else t.shape for t in (weight, bias))
-        ctx.dw_dtype = weight.dtype if ctx.needs_input_grad[1] else None
-        ctx.db_dtype = bias.dtype if ctx.needs_input_grad[2] else None
+        ctx.bias_shape, ctx.bias_dtype = (None, None) if bias is None else (bias.shape, bias.dtype)
 
     @staticmethod
     def backward(ctx, dy, *_):
         x, weight, mean, rstd = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dw_dtype, db_dtype = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
         if torch.is_grad_enabled() and not is_transformed():
-            grads = _LayerNormBackward.apply(dy, x, weight, mean, rstd, ctx.n_cols, ctx.dw_dtype, ctx.db_dtype, ctx.eps)
+            grads = _LayerNormBackward.apply(dy, x, weight, mean, rstd, ctx.n_cols, dw_dtype, db_dtype, ctx.eps)
         else:
-            grads = _layer_norm_bwd(dy, x, weight, mean, rstd, ctx.n_cols, ctx.dw_dtype, ctx.db_dtype)
+            grads = _layer_norm_bwd(dy, x, weight, mean, rstd, ctx.n_cols, dw_dtype, db_dtype)
         dx, dw, db = grads
         return (
-            dx if ctx.needs_input_grad[0] else None,
-            _as_shape(dw, ctx.weight_shape) if ctx.dw_dtype else None,
-            _as_shape(db, ctx.bias_shape) if ctx.db_dtype else None,
+            dx if needs_dx else None,
+            _as_shape(dw, weight.shape) if needs_dw else None,
+            _as_shape(db, ctx.bias_shape) if needs_db else None,
             None, None, None, None,
         )  # fmt: skip
 
@@ -674,7 +670,7 @@ def _as_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return x if len(shape) == 1 else x.view(shape)
 
 
-differentiable(_layer_norm_fwd, _LayerNorm)
+differentiable(_layer_norm_fwd, _LayerNorm, first_only=True)
 
 
 class _LayerNormBackward(torch.autograd.Function):
@@ -798,9 +794,11 @@ def layer_norm(
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
         costs no accuracy. Rows of any length work: up to 96 KiB of a row stay in registers (but no more than 24576
-        elements, unless their number is a multiple of 16), longer ones are read twice. The gradients are deterministic:
-        the same inputs on the same GPU give the same bits. Second derivatives are supported by autograd, through torch
-        operations, and not by the transforms of ``torch.func``.
+        elements, unless their number is a multiple of 16), longer ones are read twice. On Hopper, longer rows stay on
+        several multiprocessors and are read once, up to 16 MiB, if the number of their elements is a multiple of 16 and
+        if they begin at multiples of 16 elements. The gradients are deterministic: the same inputs on the same GPU give
+        the same bits. Second derivatives are supported by autograd, through torch operations, and not by the transforms
+        of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery
