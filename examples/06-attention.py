@@ -961,6 +961,76 @@ reports["bwd", 64, True].plot()
 reports["bwd", 64, True]
 
 # %%
+# One query, all keys
+# -------------------
+#
+# When a language model writes, it adds one word at a time. Then there is a single query in each head, and the keys of
+# all words so far. There is nothing left to do twice with a key: the arithmetic takes no time beside that of reading
+# :math:`K` and :math:`V` once, and the limit is the memory's, not the matrix unit's. The kernel above is at its worst
+# here. Its tile of 128 queries holds one, and with 32 heads there are 32 programs for 132 multiprocessors.
+#
+# So the keys are shared out: each program walks along a part of them, a *split*, and writes what it has found, its
+# sums and its maximum. The rule by which a row joined its tiles holds for splits as well, and a second kernel joins
+# them. And where several heads of queries share the same keys (*grouped queries*), one program serves them all, or the
+# keys would be read once for each. The tile of queries then holds all queries of all heads of a group:
+
+# quote: triton_gallery.attention._attention_split_kernel
+# quote: triton_gallery.attention._attention_join_kernel
+
+# %%
+# The library takes this way for up to 64 queries in a group. How many splits are best depends on how full the last
+# round of programs is, which `_num_splits` estimates. In the sweep, 32 heads of queries share 8 or 32 heads of keys,
+# with head dimension 128. What counts is the bytes of :math:`K` and :math:`V`, each once.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["batch", "kv_heads", "seq_k"],
+        x_vals=[(1, 8, 4096), (1, 8, 32768), (16, 8, 4096), (64, 8, 2048), (1, 32, 32768), (16, 32, 4096)],
+        line_arg="provider",
+        line_vals=["triton_gallery", *BACKENDS],
+        line_names=["triton_gallery", *BACKENDS],
+        xlabel="batch × key heads × keys",
+        ylabel="GB/s",
+        plot_name="attention-decode-fp16",
+        args={},
+    ),
+    title="Attention of one query, float16",
+    limit="copy",
+)
+def bench_decode(batch, kv_heads, seq_k, provider):
+    q = torch.randn(batch, 32, 1, 128, device=DEVICE, dtype=torch.float16)
+    k, v = torch.randn(2, batch, kv_heads, seq_k, 128, device=DEVICE, dtype=torch.float16)
+    if provider == "triton_gallery":
+        attention, backend = tg.attention, contextlib.nullcontext()
+    else:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        backend = torch.nn.attention.sdpa_kernel(BACKENDS[provider])
+    with backend:
+        times = tg.benchmark.measure(lambda: attention(q, k, v, enable_gqa=True))
+    return tg.benchmark.gbps(k.nbytes + v.nbytes, times)
+
+
+decode_report = bench_decode.run()
+
+# %%
+
+decode_report.plot()
+
+# %%
+
+decode_report
+
+# %%
+# One sequence of 32768 keys, with a head of keys for each head of queries, has 512 MiB of them, and that is enough to
+# come close to a copy's rate: :measured:`attention-decode-fp16: triton_gallery / limit at 1×32×32768` of it. With less,
+# two launches and the first wait for memory weigh more. Sixteen sequences of 4096 keys with shared heads have 256 MiB
+# and reach :measured:`attention-decode-fp16: triton_gallery / limit at 16×8×4096`, one of them has 16 MiB and reaches
+# :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`. cuDNN is a little ahead where heads are shared:
+# against the better of the two others we run at :measured:`attention-decode-fp16: triton_gallery / peers at worst` in
+# the worst case.
+
+# %%
 # Right of the ridge, thanks to what is not written
 # -------------------------------------------------
 #
@@ -1007,6 +1077,7 @@ tg.codegen.listing(tg.attention, q_meta, k_meta, v_meta, is_causal=True, target=
 
 print(reports["fwd", 128, False].summary())
 print(reports["fwd", 128, True].summary())
+print(decode_report.summary())
 
 # %%
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the

@@ -9,7 +9,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper
 from ._arguments import allows_tf32, autocast, check_same_device, check_tensor, is_transformed, needs_autograd
-from ._launch import cdiv, cuda_arch, descriptor, is_amd, is_hopper, launch, next_power_of_2, scratch
+from ._launch import (
+    cdiv,
+    cuda_arch,
+    descriptor,
+    is_amd,
+    is_hopper,
+    launch,
+    next_power_of_2,
+    num_multiprocessors,
+    scratch,
+)
 from ._registration import apply, batch_first, differentiable, operator
 from ._replay import replayed
 
@@ -19,6 +29,9 @@ _L2_BYTES = 32 * 2**20
 # The backward's statistics of a query are stored for a whole number of tiles, of whatever size.
 _PADDING = 128
 _PREPROCESS_ROWS = 32
+# Up to how many queries share a reading of K and V, and into how small a share of the keys they are cut at least.
+_MAX_SPLIT_QUERIES = 64
+_MIN_SPLIT_KEYS = 256
 
 
 # --- what the kernels share -------------------------------------------------------------------------------------------
@@ -243,6 +256,135 @@ def _attention_fwd_kernel(
     _store_tile(out_ptr, out, out_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN)
     lse = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * 0.6931471805599453)
     tl.store(lse_ptr + batch_head.to(tl.int64) * seq_q + rows, lse, mask=rows < seq_q)
+
+
+# --- forward, few queries ---------------------------------------------------------------------------------------------
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seq_q", "seq_k", "n_kv_heads", "group_size", "n_splits", "lower", "upper",
+        "q_strides", "k_strides", "v_strides",
+    ]
+)  # fmt: skip
+def _attention_split_kernel(
+    q_ptr,  # (batch, n_heads, seq_q, head_dim)
+    k_ptr,  # (batch, n_kv_heads, seq_k, head_dim)
+    v_ptr,  # (batch, n_kv_heads, seq_k, head_dim_v)
+    split_out_ptr,  # (batch, n_heads, seq_q, n_splits, head_dim_v), float32; so are the next two
+    split_max_ptr,  # (batch, n_heads, seq_q, n_splits)
+    split_sum_ptr,  # (batch, n_heads, seq_q, n_splits)
+    seq_q,
+    seq_k,
+    n_kv_heads,
+    group_size,
+    n_splits,
+    lower,
+    upper,
+    q_strides,
+    k_strides,
+    v_strides,
+    scale: tl.float64,
+    HAS_LOWER: tl.constexpr,
+    HAS_UPPER: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program owns a share of the keys of one head, for all queries of all heads that share it."""
+    split = tl.program_id(0) % n_splits
+    batch_kv_head = tl.program_id(0) // n_splits
+    batch = batch_kv_head // n_kv_heads
+    kv_head = batch_kv_head % n_kv_heads
+    # The queries of the first head of the group, then those of the second, and so on.
+    lanes = tl.arange(0, BLOCK_M)
+    rows = lanes % seq_q
+    heads = kv_head * group_size + lanes // seq_q
+    q_offsets = batch.to(tl.int64) * q_strides[0] + heads.to(tl.int64) * q_strides[1] + rows.to(tl.int64) * q_strides[2]
+    dims = tl.arange(0, BLOCK_D)
+    q_mask = (lanes < group_size * seq_q)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_tile = tl.load(q_ptr + q_offsets[:, None] + dims.to(tl.int64)[None, :] * q_strides[3], mask=q_mask, other=0.0)
+    scale_log2 = tl.full((), scale * 1.4426950408889634, tl.float32)
+    row_max = tl.full((BLOCK_M,), -3.4028234663852886e38, tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+
+    begin, _, _, end = _tile_bounds(0, seq_q - 1, lower, upper, seq_k, BLOCK_N, HAS_LOWER, HAS_UPPER)
+    n_tiles = tl.cdiv(end - begin, n_splits)
+    first = begin + split * n_tiles
+    for tile in tl.range(first, tl.minimum(first + n_tiles, end), num_stages=STAGES):
+        start_n = tile * BLOCK_N
+        k_tile = _load_tile(k_ptr, k_strides, batch, kv_head, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN, False)
+        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        allowed = _is_allowed(rows, start_n + tl.arange(0, BLOCK_N), lower, upper, seq_k, HAS_LOWER, HAS_UPPER)
+        s = tl.where(allowed, s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(tl.minimum(s * scale_log2 - new_max[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        row_max = new_max
+        v_tile = _load_tile(
+            v_ptr, v_strides, batch, kv_head, start_n, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, False
+        )
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+
+    offsets = (batch_kv_head.to(tl.int64) * (group_size * seq_q) + lanes) * n_splits + split
+    mask = lanes < group_size * seq_q
+    tl.store(split_max_ptr + offsets, row_max, mask=mask)
+    tl.store(split_sum_ptr + offsets, row_sum, mask=mask)
+    dims = tl.arange(0, BLOCK_DV)
+    out_mask = mask[:, None] & (dims < HEAD_DIM_V)[None, :]
+    tl.store(split_out_ptr + offsets[:, None] * HEAD_DIM_V + dims[None, :], acc, mask=out_mask)
+
+
+@triton.jit(do_not_specialize=["seq_q", "n_heads", "n_splits", "out_strides"])
+def _attention_join_kernel(
+    split_out_ptr,  # (batch, n_heads, seq_q, n_splits, head_dim_v), float32; so are the next two
+    split_max_ptr,  # (batch, n_heads, seq_q, n_splits)
+    split_sum_ptr,  # (batch, n_heads, seq_q, n_splits)
+    out_ptr,  # (batch, n_heads, seq_q, head_dim_v)
+    lse_ptr,  # (batch, n_heads, seq_q), contiguous
+    seq_q,
+    n_heads,
+    n_splits,
+    out_strides,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Program i owns query i of all: it joins what the splits have found, as they joined their tiles."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK_DV)
+    row_max = tl.full((), -3.4028234663852886e38, tl.float32)
+    row_sum = tl.zeros((), tl.float32)
+    acc = tl.zeros((BLOCK_DV,), tl.float32)
+    for first in range(0, n_splits, BLOCK_SPLITS):
+        splits = first + tl.arange(0, BLOCK_SPLITS)
+        offsets = row * n_splits + splits
+        split_max = tl.load(split_max_ptr + offsets, mask=splits < n_splits, other=-3.4028234663852886e38)
+        split_sum = tl.load(split_sum_ptr + offsets, mask=splits < n_splits, other=0.0)
+        mask = (splits < n_splits)[:, None] & (dims < HEAD_DIM_V)[None, :]
+        split_out = tl.load(split_out_ptr + offsets[:, None] * HEAD_DIM_V + dims[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(split_max, 0))
+        weights = tl.exp2(split_max - new_max)
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(split_sum * weights, 0)
+        acc = acc * rescale + tl.sum(split_out * weights[:, None], 0)
+        row_max = new_max
+    # As above: a row with no allowed key.
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    out = tl.where(empty, 0.0, acc / row_sum)
+    batch = row // (n_heads * seq_q)
+    out_offset = batch * out_strides[0] + row // seq_q % n_heads * out_strides[1] + row % seq_q * out_strides[2]
+    tl.store(out_ptr + out_offset + dims * out_strides[3], out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
+    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * 0.6931471805599453))
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -636,6 +778,10 @@ def _attention_fwd(
     if out.numel() == 0:
         return out, lse
     q, k, v = _for_tma(q, k, v)
+    n_splits = _num_splits(q, k, v)
+    if n_splits > 0:
+        _launch_splits(q, k, v, out, lse, scale, lower, upper, n_splits)
+        return out, lse
     if _fits_hopper(q, k, v, scale, lower, upper):
         hopper.load("attention_forward").forward(q, k, v, out, lse, upper == 0, scale)
         return out, lse
@@ -663,6 +809,63 @@ def _attention_fwd(
         **config,
     )  # fmt: skip
     return out, lse
+
+
+def _num_splits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Among how many programs to share the keys of a head, where queries are few; 0 for the kernels of many queries.
+
+    Few queries, as when a language model writes word after word, take no time but that of reading K and V. So heads
+    that share those are served together, and as many programs read as keep the memory busy.
+    """
+    batch, n_heads, seq_q, _ = q.shape
+    n_kv_heads, seq_k = k.shape[1:3]
+    if n_heads // n_kv_heads * seq_q > _MAX_SPLIT_QUERIES or q.dtype == torch.float64 or seq_k < 2 * _MIN_SPLIT_KEYS:
+        return 0
+    n_places = 2 * num_multiprocessors(q.device)
+    n_readers = batch * n_kv_heads
+    if n_heads == n_kv_heads and 4 * n_readers > n_places:
+        return 0
+
+    def time(n_splits):
+        """Rounds of programs, in units of one with all keys. Each start costs, and more so where all begin anew."""
+        rounds = cdiv(n_readers * n_splits, n_places)
+        return (rounds + 0.3 * (rounds > 1)) / n_splits + 0.01 * n_splits / cdiv(n_places, n_readers)
+
+    most = min(seq_k // _MIN_SPLIT_KEYS, 4 * cdiv(n_places, n_readers))
+    return min(range(1, most + 1), key=time)
+
+
+def _launch_splits(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, scale: float,
+    lower: int | None, upper: int | None, n_splits: int,
+) -> None:  # fmt: skip
+    """First each split of the keys by itself, then what they add up to."""
+    batch, n_heads, seq_q, head_dim = q.shape
+    _, n_kv_heads, seq_k, head_dim_v = v.shape
+    block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
+    group_size = n_heads // n_kv_heads
+    align = _alignment(k, v)
+    split_out = scratch((batch, n_heads, seq_q, n_splits, head_dim_v), torch.float32, q.device)
+    split_max, split_sum = (scratch((batch, n_heads, seq_q, n_splits), torch.float32, q.device) for _ in range(2))
+    block_m = max(16, next_power_of_2(group_size * seq_q))
+    # K and V of a step take 32 KiB, and two more steps are on their way; AMD's GPUs have 64 KiB for all.
+    block_n = max(16, min(128, 16 * 1024 // (max(block_d, block_dv) * k.element_size())))
+    launch(
+        _attention_split_kernel,
+        (batch * n_kv_heads * n_splits,),
+        q, k, v, split_out, split_max, split_sum, seq_q, seq_k, n_kv_heads, group_size, n_splits,
+        *_clamp(seq_q, seq_k, lower, upper), q.stride(), k.stride(), v.stride(), scale,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align,
+        PRECISION=_precision(q.dtype, align), STAGES=1 if is_amd(q.device) else 3,
+        num_warps=4 if block_m * block_dv <= 8192 else 8,
+    )  # fmt: skip
+    launch(
+        _attention_join_kernel,
+        (batch * n_heads * seq_q,),
+        split_out, split_max, split_sum, out, lse, seq_q, n_heads, n_splits, out.stride(),
+        HEAD_DIM_V=head_dim_v, BLOCK_DV=block_dv, BLOCK_SPLITS=16, num_warps=2,
+    )  # fmt: skip
 
 
 def _empty_backward(
@@ -756,12 +959,6 @@ def _attention_bwd(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale, lower, upper):
-        outputs = _attention_fwd(q, k, v, scale, lower, upper)
-        _Attention.setup(ctx, (q, k, v, scale, lower, upper), outputs)
-        return outputs
-
-    @staticmethod
     def setup(ctx, inputs, output):
         q, k, v, *ctx.constants = inputs
         ctx.save_for_backward(q, k, v, *output)
@@ -848,11 +1045,12 @@ def attention(
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
         products follow :func:`torch.set_float32_matmul_precision`. Memory beyond the outputs is one number a query for
-        the forward and two for the backward. Every output element is computed by one program in a fixed order: forward
-        and backward repeat bit for bit, with one exception. On Hopper, 16-bit inputs of head_dim 64 or 128 without a
-        window take kernels of their own, whose backward adds up the gradient of q in no fixed order (and keeps it in
-        float32 meanwhile); :func:`torch.use_deterministic_algorithms` selects the kernels that repeat. Both outputs are
-        differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
+        the forward and two for the backward. Where up to 64 queries share the keys, as in a language model that writes,
+        these are split among programs, and each split needs room for a float32 copy of the output. All sums have a
+        fixed order: forward and backward repeat bit for bit, with one exception. On Hopper, 16-bit inputs of head_dim
+        64 or 128 without a window take kernels of their own, whose backward adds up the gradient of q in no fixed order
+        (and keeps it in float32 meanwhile); :func:`torch.use_deterministic_algorithms` selects the kernels that repeat.
+        Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 
     Example:
         >>> import torch, triton_gallery
