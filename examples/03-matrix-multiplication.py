@@ -461,8 +461,10 @@ print("chosen:", tuned_kernel.best_config.kwargs)
 # ---------------------------
 #
 # `triton_gallery.matmul` takes the shapes that `torch.matmul` takes: vectors, batches that broadcast, any strides,
-# sizes of zero. It chooses the tile from the shape. And it is differentiable, for which there is no new kernel to
-# write. With :math:`G` for the gradient that arrives,
+# sizes of zero. It chooses the tile from the shape. A product with a vector uses no number of the matrix twice, so a
+# matrix unit would have nothing to do; it takes a small kernel of its own, which reads each number of the matrix once
+# and cuts the sums into parts where there are few. And `matmul` is differentiable, for which there is no new
+# kernel to write. With :math:`G` for the gradient that arrives,
 #
 # .. math:: \frac{\partial L}{\partial A} = G B^{\mathsf T} \qquad \frac{\partial L}{\partial B} = A^{\mathsf T} G
 #

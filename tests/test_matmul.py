@@ -166,6 +166,29 @@ def test_matmul_broadcasts_as_torch(name):
     assert_matches_torch(a, b, random(*b_shape[1:][-1:]), "gelu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("rows", "K"), [(1, 1), (3, 31), (70, 31), (1, 20_001), (3, 4096), (70, 4096)])
+def test_products_with_a_vector(dtype, K, rows):
+    def compare(a, b, bias=None, activation=None):
+        if dtype != torch.float64:
+            assert_matches_torch(a, b, bias, activation)
+        else:  # torch itself is the reference, and adds up thousands of numbers in another order
+            out = tg.matmul(a, b, bias=bias, activation=activation)
+            torch.testing.assert_close(out, torch_matmul(a, b, bias, activation), rtol=1e-11, atol=1e-11)
+
+    for matrix in (
+        random(rows, K, dtype=dtype),
+        random(K, rows, dtype=dtype).t(),
+        random(rows, 2 * K, dtype=dtype)[:, ::2],
+    ):
+        vector = random(2 * K, 1, dtype=dtype)[::2]
+        compare(matrix, vector, random(1, dtype=dtype), "leaky_relu")
+        compare(vector.t(), matrix.t(), random(rows, dtype=dtype))
+    batch = random(2, 1, rows, K, dtype=dtype).expand(2, 3, rows, K)
+    compare(batch, random(3, K, 1, dtype=dtype))
+    compare(random(K, dtype=dtype), batch.mT)
+
+
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3), (3, 1, 2, 0)], ids=str)
 def test_matmul_takes_batches_in_any_memory_order(order):
     # Such as attention's queries, cut out of (batch, seq, heads, head_dim): no single stride leads through the batch.

@@ -9,7 +9,19 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import hopper
 from ._arguments import FLOATS, allows_tf32, autocast, check_same_device, check_tensor, is_transformed, needs_autograd
-from ._launch import broadcast, cdiv, collapse, cuda_arch, is_amd, is_hopper, launch, num_multiprocessors, pdl
+from ._launch import (
+    broadcast,
+    cdiv,
+    collapse,
+    cuda_arch,
+    is_amd,
+    is_hopper,
+    launch,
+    next_power_of_2,
+    num_multiprocessors,
+    pdl,
+    scratch,
+)
 from ._registration import aligned_batches, apply, differentiable, one_by_one, operator
 from ._replay import replayed
 
@@ -128,6 +140,94 @@ def _matmul_kernel(
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["n_parts"])
+def _matvec_kernel(
+    matrix_ptr,  # (*batch_shape, M, K), any strides
+    vector_ptr,  # (*batch_shape, K), any stride
+    bias_ptr,  # (M,) or None; None where K has parts
+    out_ptr,  # (batch, M), contiguous; or (batch, n_parts, M), the parts' sums
+    pre_ptr,  # like out, for the values before the activation, or None
+    M,
+    K,
+    n_parts,
+    part_k,  # a multiple of BLOCK_K
+    stride_m,
+    stride_k,
+    stride_vector,
+    stride_bias,
+    batch_shape,  # sizes of the batch dimensions, innermost first
+    matrix_batch_strides,
+    vector_batch_strides,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Program i owns BLOCK_M numbers of one product of a matrix and a vector, or one part of their sums."""
+    part = tl.program_id(0) % n_parts
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0) // n_parts % tiles_m
+    batch = (tl.program_id(0) // n_parts // tiles_m).to(tl.int64)
+    rest = batch
+    for d in tl.static_range(len(batch_shape)):
+        matrix_ptr += rest % batch_shape[d] * matrix_batch_strides[d]
+        vector_ptr += rest % batch_shape[d] * vector_batch_strides[d]
+        rest = rest // batch_shape[d]
+    rows = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_k = part.to(tl.int64) * part_k + tl.arange(0, BLOCK_K)
+    matrix_ptrs = matrix_ptr + rows[:, None] * stride_m + offs_k[None, :] * stride_k
+    vector_ptrs = vector_ptr + offs_k * stride_vector
+    # A product for each lane, as nothing is used twice: the time goes into reading the matrix.
+    acc = tl.zeros((BLOCK_M, BLOCK_K), ACC_DTYPE)
+    for k in range(0, part_k, BLOCK_K):
+        mask = offs_k < K - k
+        x = tl.load(vector_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
+        a = tl.load(matrix_ptrs, mask=(rows < M)[:, None] & mask[None, :], other=0.0).to(ACC_DTYPE)
+        acc += a * x[None, :]
+        matrix_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_k
+        vector_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_vector
+    sums = tl.sum(acc, axis=1)
+    offsets = (batch * n_parts + part) * M + rows
+    _store_activated(sums, bias_ptr, out_ptr, pre_ptr, offsets, rows * stride_bias, rows < M, ACTIVATION)
+
+
+@triton.jit
+def _store_activated(acc, bias_ptr, out_ptr, pre_ptr, offsets, bias_offsets, mask, ACTIVATION: tl.constexpr):
+    """out = activation(acc + bias), and the values before the activation to pre."""
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + bias_offsets, mask=mask, other=0.0).to(acc.dtype)
+    if pre_ptr is not None:
+        tl.store(pre_ptr + offsets, acc.to(pre_ptr.dtype.element_ty), mask=mask)
+    out = _activate(acc, ACTIVATION, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "n_parts"])
+def _matvec_join_kernel(
+    part_ptr,  # (batch, n_parts, M)
+    bias_ptr,  # (M,) or None
+    out_ptr,  # (batch, M), contiguous
+    pre_ptr,  # like out, for the values before the activation, or None
+    M,
+    n_parts,
+    stride_bias,
+    BLOCK_M: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Program i adds up the parts of BLOCK_M numbers of one product."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    batch = (tl.program_id(0) // tiles_m).to(tl.int64)
+    rows = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    acc = tl.zeros((BLOCK_PARTS, BLOCK_M), part_ptr.dtype.element_ty)
+    for first in range(0, n_parts, BLOCK_PARTS):
+        parts = first + tl.arange(0, BLOCK_PARTS)
+        mask = (parts < n_parts)[:, None] & (rows < M)[None, :]
+        acc += tl.load(part_ptr + (batch * n_parts + parts)[:, None] * M + rows[None, :], mask=mask, other=0.0)
+    sums = tl.sum(acc, axis=0)
+    _store_activated(sums, bias_ptr, out_ptr, pre_ptr, batch * M + rows, rows * stride_bias, rows < M, ACTIVATION)
+
+
 def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: torch.device) -> dict[str, int]:
     """Block sizes, warps and stages: few choices, so that many shapes mean few compilations.
 
@@ -231,11 +331,75 @@ def _multiply(
         batch = collapse(batch_shape, *batch_strides)
     else:
         batch = (1,), [(0,), (0,)]
+    has_hopper_kernels = is_hopper(a.device) and a.element_size() <= 2
+    # Those read a matrix well that lies across the vector, if its rows are aligned.
+    reads_rows = has_hopper_kernels and b.stride(-1) == 1 and loads_are_wide(a) and loads_are_wide(b)
+    if out.shape[-1] == 1 or (out.shape[-2] == 1 and not reads_rows):
+        _multiply_vector(a, b, bias, activation, out, pre, batch)
+        return
     reduced = _is_reduced(a.dtype, precision)
-    if is_hopper(a.device) and a.element_size() <= 2:
+    if has_hopper_kernels:
         hopper.load("matmul_plan").multiply(a, b, bias, out, pre, activation, reduced, batch)
     else:
         launch_tiles(a, b, bias, out, pre, activation, batch, reduced)
+
+
+def _multiply_vector(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor,
+    pre: torch.Tensor | None,
+    batch: tuple,  # sizes of the batch dimensions, and the strides of a and of b along them
+) -> None:
+    """What `_multiply` does where a has one row or b one column: a matrix unit would have nothing to use twice."""
+    (M, N), K = out.shape[-2:], a.shape[-1]
+    n_matrices = out.numel() // (M * N)
+    sizes, (a_strides, b_strides) = batch
+    stride_bias = 0 if bias is None else bias.stride(0)
+    if N == 1:
+        matrix, vector, strides, stride_bias = a, b, (*a.stride()[-2:], b.stride(-2)), 0
+        batch_strides = a_strides, b_strides
+    else:
+        matrix, vector, strides = b, a, (b.stride(-1), b.stride(-2), a.stride(-1))
+        batch_strides = b_strides, a_strides
+    rows = max(M, N)
+    # Numbers that cannot be read 16 bytes at a time, and wide ones, take more registers.
+    is_across = strides[1] != 1 and rows > 1
+    is_wide = K % 16 == 0 and not is_across
+    n_elements = 8192 if is_wide and a.element_size() < 8 else 4096
+    # More of them along the dimension that is dense in memory.
+    block_k = max(16, min(64 if is_across else 1024, next_power_of_2(K)))
+    block_m = min(n_elements // block_k, next_power_of_2(rows))
+    if rows < 8:
+        block_k = max(16, min(n_elements // block_m, next_power_of_2(K)))
+    n_programs = cdiv(rows, block_m) * n_matrices
+    # A product of few rows is cut along K, so that the whole GPU reads.
+    n_parts = max(1, min(4 * num_multiprocessors(a.device) // n_programs, K // block_k))
+    part_k = cdiv(cdiv(K, n_parts), block_k) * block_k
+    n_parts = max(1, cdiv(K, max(1, part_k)))
+    acc = torch.float64 if out.dtype == torch.float64 else torch.float32
+    acc_dtype = tl.float64 if acc == torch.float64 else tl.float32
+    options = dict(BLOCK_M=block_m, BLOCK_K=block_k, ACC_DTYPE=acc_dtype, num_warps=4 if is_wide else 8)
+    args = rows, K, n_parts, part_k, *strides
+    grid = (n_programs * n_parts,)
+    if n_parts == 1:
+        launch(
+            _matvec_kernel, grid, matrix, vector, bias, out, pre, *args, stride_bias, sizes, *batch_strides,
+            ACTIVATION=activation, **options,
+        )  # fmt: skip
+        return
+    parts = scratch((n_matrices, n_parts, rows), acc, a.device)
+    launch(
+        _matvec_kernel, grid, matrix, vector, None, parts, None, *args, 0, sizes, *batch_strides,
+        ACTIVATION=None, **options,
+    )  # fmt: skip
+    launch(
+        _matvec_join_kernel, (cdiv(rows, 64) * n_matrices,),
+        parts, bias, out, pre, rows, n_parts, stride_bias,
+        BLOCK_M=64, BLOCK_PARTS=32, ACTIVATION=activation, num_warps=4,
+    )  # fmt: skip
 
 
 def launch_tiles(
@@ -293,13 +457,6 @@ _SAVES_PRE = ("gelu", "silu")
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):
-        # The values before the activation are an output where they are saved: a second derivative flows through them.
-        outputs = (_matmul_and_pre if inputs[3] in _SAVES_PRE else _matmul)(*inputs)
-        _Matmul.setup(ctx, inputs, outputs)
-        return outputs
-
-    @staticmethod
     def setup(ctx, inputs, output):
         a, b, bias, ctx.activation, ctx.precision = inputs
         ctx.set_materialize_grads(False)
@@ -324,14 +481,18 @@ class _Matmul(torch.autograd.Function):
         return da, db, dbias, None, None
 
 
+class _MatmulAndPre(_Matmul):
+    """Where the values before the activation are saved they are an output: a second derivative flows through them."""
+
+
 differentiable(_matmul, _Matmul)
-differentiable(_matmul_and_pre, _Matmul)
+differentiable(_matmul_and_pre, _MatmulAndPre)
 
 
 def _differentiable(a, b, bias, activation, precision):
     arguments = a, b, bias, activation, precision
     if needs_autograd(a, b, bias):
-        result = apply(_Matmul, *arguments)
+        result = apply(_MatmulAndPre if activation in _SAVES_PRE else _Matmul, *arguments)
     else:
         result = (_matmul_and_pre if is_transformed() and activation in _SAVES_PRE else _matmul)(*arguments)
     return result if isinstance(result, torch.Tensor) else result[0]

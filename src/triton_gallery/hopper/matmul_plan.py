@@ -101,6 +101,7 @@ def _copy_rows_kernel(
     n_rows,
     n_cols,
     x_row_stride,
+    x_col_stride,
     out_row_stride,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
@@ -110,7 +111,7 @@ def _copy_rows_kernel(
     rows = tl.program_id(0) // tiles_n * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
     cols = tl.program_id(0) % tiles_n * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     mask = (rows < n_rows) & (cols < n_cols)
-    x = tl.load(x_ptr + rows * x_row_stride + cols, mask=mask)
+    x = tl.load(x_ptr + rows * x_row_stride + cols.to(tl.int64) * x_col_stride, mask=mask)
     tl.store(out_ptr + rows * out_row_stride + cols, x, mask=mask)
 
 
@@ -119,7 +120,7 @@ def _copy_rows(x: torch.Tensor, out: torch.Tensor) -> None:
     launch(
         _copy_rows_kernel,
         (cdiv(n_rows, 8) * cdiv(n_cols, 256),),
-        x, out, n_rows, n_cols, x.stride(-2), out.stride(-2), BLOCK_ROWS=8, BLOCK_COLS=256, num_warps=4,
+        x, out, n_rows, n_cols, *x.stride()[-2:], out.stride(-2), BLOCK_ROWS=8, BLOCK_COLS=256, num_warps=4,
     )  # fmt: skip
 
 
@@ -201,12 +202,8 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> 
     return min(M, N) >= 128 and n_tiles > num_multiprocessors(device) // 2
 
 
-def _is_dense_along_one(x: torch.Tensor) -> bool:
-    return 1 in x.stride()[-2:]
-
-
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A matrix, dense along one dimension, that TMA can address: x itself, or a copy."""
+    """A matrix that TMA can address: x itself, or a copy."""
     if can_address(x, 0):
         return x
     if is_transposed(x):
@@ -251,9 +248,8 @@ def multiply(
             (specialized or tma).multiply(a, b, bias, out, pre, activation, reduced, batch)
             return
     elif specialized and n_matrices == 1 and a.dtype not in FLOAT8 and _copies_pay(M, N, K):
-        if _is_dense_along_one(a) and _is_dense_along_one(b):
-            specialized.multiply(_aligned(a), _aligned(b), bias, out, pre, activation, reduced, ((1,), [(0,), (0,)]))
-            return
+        specialized.multiply(_aligned(a), _aligned(b), bias, out, pre, activation, reduced, ((1,), [(0,), (0,)]))
+        return
     if wide:
         n_parts, config = _pointer_config(M, N, K, n_matrices, a.element_size(), a.device)
         in_parts(
