@@ -1,4 +1,5 @@
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -587,6 +588,26 @@ def test_dropout_refuses_other_dtypes(dtype, device):
 def test_dropout_refuses_what_is_no_tensor():
     with pytest.raises(TypeError, match=r"dropout: x must be a torch.Tensor, got list"):
         tg.dropout([1.0, 2.0])
+
+
+@pytest.mark.parametrize("p", [2, math.nan, -0.5, 1.5], ids=str)
+def test_dropout_that_refuses_p_draws_no_seed(p, monkeypatch, device):
+    module = sys.modules["triton_gallery.dropout"]
+    monkeypatch.setattr(module, "_draws_on_host", lambda x: True)
+    monkeypatch.setattr(module, "_draw_seed", lambda generator: pytest.fail("a seed was drawn"))
+    with pytest.raises(ValueError, match="dropout: p must be in"):
+        tg.dropout(torch.ones(3, device=device), p)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["integer", "sparse", "nested"])
+def test_dropout_that_refuses_x_draws_no_seed(kind, device):
+    x = torch.ones(3, device=device)
+    x = {"integer": x.int(), "sparse": x.to_sparse(), "nested": torch.nested.nested_tensor([x])}[kind]
+    state = torch.cuda.get_rng_state(device)
+    with pytest.raises(TypeError, match="dropout: x must"):
+        tg.dropout(x)
+    assert torch.equal(torch.cuda.get_rng_state(device), state)
 
 
 # --- fuzz ---

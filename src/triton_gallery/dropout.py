@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._arguments import check_same_device, check_tensor, is_tracing, needs_autograd
+from ._arguments import FLOATS, check_same_device, check_tensor, is_tracing, needs_autograd
 from ._launch import cdiv, collapse, index_dtype, launch
 from ._registration import apply, differentiable, operator
 from ._replay import replayed
@@ -144,11 +144,6 @@ def _dropout(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: fl
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, seed, seed_tensor, p):
-        _Dropout.setup(ctx, (x, seed, seed_tensor, p), None)
-        return _dropout(x, seed, seed_tensor, p)
-
-    @staticmethod
     def setup(ctx, inputs, output):
         _, ctx.seed, seed_tensor, ctx.p = inputs
         ctx.save_for_backward(seed_tensor)
@@ -182,7 +177,11 @@ def _resolve(seed: int | torch.Tensor | None, device: torch.device) -> tuple[int
 def _draws_on_host(x: object) -> bool:
     """Whether a seed may be a number of this call alone, which no CUDA graph and no compiled function keeps."""
     return (
-        isinstance(x, torch.Tensor) and x.is_cuda and not is_tracing() and not torch.cuda.is_current_stream_capturing()
+        isinstance(x, torch.Tensor)
+        and x.is_cuda
+        and x.dtype in FLOATS
+        and x.layout == torch.strided
+        and not (x.is_nested or is_tracing() or torch.cuda.is_current_stream_capturing())
     )
 
 
@@ -277,7 +276,8 @@ def dropout(
         Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting, JMLR 2014.
         Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
     """
-    if seed is None and training is True and type(p) in (int, float) and p > 0 and _draws_on_host(x):
+    # A call that will be refused must not move torch's generator.
+    if seed is None and training is True and type(p) in (int, float) and 0 < p <= 1 and _draws_on_host(x):
         seed = _draw_seed(torch.cuda.default_generators[x.get_device()])
     elif isinstance(seed, int) and 2**63 <= seed < 2**64:
         # The 64 bits count: -1 and 2**64 - 1 are the same seed.

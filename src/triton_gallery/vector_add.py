@@ -142,20 +142,14 @@ def _compute_dtype(dtype: torch.dtype) -> tl.dtype:
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, alpha):
-        _Add.setup(ctx, (x, y, alpha), None)
-        return _add(x, y, alpha)
-
-    @staticmethod
     def setup(ctx, inputs, output):
-        x, y, ctx.alpha = inputs
-        ctx.x_meta, ctx.y_meta = (x.shape, x.dtype), (y.shape, y.dtype)
+        ctx.alpha = inputs[2]
 
     @staticmethod
     def backward(ctx, dout):
-        (x_shape, x_dtype), (y_shape, y_dtype) = ctx.x_meta, ctx.y_meta
-        dx = dout.sum_to_size(x_shape).to(x_dtype) if ctx.needs_input_grad[0] else None
-        dy = (dout * ctx.alpha).sum_to_size(y_shape).to(y_dtype) if ctx.needs_input_grad[1] else None
+        # Autograd sums over broadcast dimensions and casts to the dtype of the input.
+        dx = dout if ctx.needs_input_grad[0] else None
+        dy = (dout if ctx.alpha == 1 else dout * ctx.alpha) if ctx.needs_input_grad[1] else None
         return dx, dy, None
 
 
