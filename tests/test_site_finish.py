@@ -142,6 +142,13 @@ def test_no_style_is_left_for_a_search_to_trip_over():
     assert finish.with_roles(label) == '<label class="sd-tab-label" for="a">A</label>'
 
 
+def test_tables_have_boxes_without_the_script_too():
+    page = '<table class="measured docutils">\n1</table><table><tr></tr></table><table class="docutils">\n2</table>'
+    box = '<div class="wy-table-responsive"><table class="{}docutils">\n{}</table></div>'
+    boxed = box.format("measured ", 1) + "<table><tr></tr></table>" + box.format("", 2)
+    assert finish.with_boxes(page) == boxed == finish.with_boxes(boxed)
+
+
 def test_signature_is_no_list_of_definitions():
     signature = '<dl>\n<dd><em class="sig-param">x</em>,</dd>\n<dd><em class="sig-param">y</em>,</dd>\n</dl>'
     lists = "<dl>\n<dt>a</dt>\n<dd>b</dd>\n</dl>"

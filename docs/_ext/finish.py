@@ -4,6 +4,7 @@
   when it is built, each by its hash.
 - Images say their size, so that nothing moves when they arrive.
 - Scripts wait until the page is shown.
+- Wide tables scroll in boxes of their own before, and without, the theme's script.
 - Roles and texts for screen readers, and the thumbnails' captions as text.
 
 A page that is finished already comes out as it went in.
@@ -76,6 +77,15 @@ def with_waiting_scripts(page: str) -> str:
     return re.sub(r"<script>(?=\s*jQuery)", '<script type="module">', page)
 
 
+def with_boxes(page: str) -> str:
+    return re.sub(
+        r'(?<!<div class="wy-table-responsive">)<table class="[^"]*\bdocutils\b.*?</table>',
+        r'<div class="wy-table-responsive">\g<0></div>',
+        page,
+        flags=re.DOTALL,
+    )
+
+
 def with_roles(page: str) -> str:
     """Roles and elements that say what a thing is."""
     page = page.replace('class="caption" role="heading">', 'class="caption" role="heading" aria-level="2">')
@@ -117,7 +127,7 @@ def with_captions(page: str) -> str:
 
 def finish(page: str, folder: Path, live: bool = False) -> str:
     """The page, which lies in `folder`, with all of it; without the policy where a server adds a script of its own."""
-    page = with_image_sizes(with_captions(with_roles(with_waiting_scripts(page))), folder)
+    page = with_image_sizes(with_captions(with_boxes(with_roles(with_waiting_scripts(page)))), folder)
     return page if live else with_policy(page)
 
 
