@@ -64,6 +64,8 @@ CASES = [
     Case("softmax", [(4096, 131072)], (F16, F64)),
     Case("softmax", [(4096, 155648)], (F16,)),
     Case("softmax", [(4, 155648)], (F16, F64)),
+    Case("softmax", [(100_000, 8)], (F16, F64), {"dim": 0}),
+    Case("softmax", [(64, 151936)], (F16,), targets=("sm_90",)),
     Case("softmax", [(1024, 262144)], (F16,)),
     Case("softmax", [(64, 256, 512)], (F16, F64), {"dim": 1}),
     Case("log_softmax", [(4096, 8192)], (F16,)),
@@ -79,6 +81,8 @@ CASES = [
     Case("layer_norm", [(4096, 24576)], (F16, F32), {"normalized_shape": [24576], "weight": (24576,)}),
     Case("layer_norm", [(4096, 49152)], (F16,), {"normalized_shape": [49152], "weight": (49152,)}),
     Case("layer_norm", [(1024, 65536)], (F16, F64), {"normalized_shape": [65536]}),
+    Case("layer_norm", [(300, 131088)], (F32,), {"normalized_shape": [131088]}, targets=("sm_90",)),
+    Case("layer_norm", [(4, 1048576)], (F16,), {"normalized_shape": [1048576]}, targets=("sm_90",)),
     Case("rms_norm", [(4096, 4096)], (F16, F32), {"normalized_shape": [4096], "weight": (4096,)}),
     Case("rms_norm", [(4096, 16384)], (BF16,), {"normalized_shape": [16384], "weight": (16384,)}),
     Case("matmul", [MATRIX, MATRIX], HALF, matrix=True),
@@ -89,6 +93,8 @@ CASES = [
     Case("matmul", [(2048, 2048), T(2048, 2048)], (BF16, F8), matrix=True, targets=("sm_90",)),
     Case("matmul", [(2048, 2048)] * 2, (F16,), {"bias": (2048,), "activation": "gelu"}, True, ("sm_90",)),
     Case("matmul", [(4095, 4097), (4097, 4099)], (BF16,), matrix=True),
+    Case("matmul", [(4096, 4096), (4096,)], (F16, F32, F64)),
+    Case("matmul", [(4097,), (4097, 999)], (F16,)),
     Case("matmul", [(8, 128, 64), (8, 64, 128)], (F16,), matrix=True),
     Case("matmul", [(16, 8192), (8192, 8192)], HALF, matrix=True, targets=("sm_90",)),
     Case("matmul", [(16, 4096), T(4096, 14336)], (F16, F8), matrix=True, targets=("sm_90",)),
@@ -98,15 +104,24 @@ CASES = [
     Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True),
     Case("attention", [(2, 4, 1000, 80)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90", "gfx942")),
     Case("attention", [(2, 4, 1024, 64)] * 3, (F32,), targets=("sm_90",)),
+    Case("attention", [(4, 8, 1, 128), (4, 8, 8192, 128), (4, 8, 8192, 128)], (F16,)),
+    Case("attention", [(4, 8, 1, 64), (4, 8, 8192, 64), (4, 8, 8192, 64)], (F32,), targets=("sm_90", "gfx942")),
+    Case("attention", [(1, 4, 16, 256), (1, 4, 8192, 256), (1, 4, 8192, 256)], (BF16,), {"is_causal": True}),
 ]
 
 # (a part of the case's name, target) -> how many bytes a kernel may spill with any Triton from 3.6 to 3.9, and why.
 EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
+    **{
+        ("softmax 100000x8 dim=0 float64", target): (8, "one or two values, with Triton 3.6 alone")
+        for target in ("sm_80", "sm_90", "sm_100")
+    },
     ("layer_norm 4096x5120", "sm_100"): (24, "five blocks in 128 threads, and the mask of the last one"),
     ("layer_norm 4096x15872", "sm_90"): (16, "eight sums for each column of four chunks, and an address"),
     ("layer_norm 1024x65536", "sm_100"): (16, "two values made before the loops and needed after them"),
     ("matmul 16x4096 T(4096x14336)", "sm_90"): (32, "a few of the addresses of four stages"),
     ("attention 4x8x2048x128", "sm_90"): (512, "dk and dv fill the consumers' registers; addresses make room"),
+    ("attention 4x8x1x128", "sm_90"): (512, "the same kernel"),
+    ("attention 1x4x16x256", "sm_100"): (32, "a few values of the backward pass, with Triton 3.6 alone"),
     ("attention 2x4x1000x80", "sm_90"): (64, "an address that the outer loop needs, in the three loops of a window"),
 }
 
