@@ -17,7 +17,7 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 RECORDS = SRC / "triton_gallery" / "records"
 NONE_YET = "No measurements are committed yet."
 
-_COLUMNS = ("Measured", "triton_gallery", "best peer", "ratio", "lowest ratio", "share of the limit")
+_COLUMNS = ("Measured", "triton_gallery", "best peer", "ratio", "median, lowest", "share of the limit")
 
 
 def gpus(name: str = "*") -> list[str]:
@@ -100,7 +100,8 @@ def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:
         cells[1] = found.quote("triton_gallery", None, x)
         if x in map(str, found.series("peers")):
             cells[2] = f"{found.quote('peers', None, x)} ({_best_peer(found, x)})"
-            cells[3:5] = (found.quote("triton_gallery", "peers", at) for at in (x, "worst"))
+            cells[3], median, lowest = (found.quote("triton_gallery", "peers", at) for at in (x, "median", "worst"))
+            cells[4] = f"{median}, {lowest}"
         if r["limit"]:
             cells[5] = found.quote("triton_gallery", "limit", x)
     return tuple(cells), r["gpu"], found.provenance()
