@@ -86,7 +86,7 @@ record: $(INSTALLED) check-gpu  ## Measure on a GPU and rewrite the records that
 
 docs/_static/attention.svg: src/triton_gallery/records/nvidia-h200/attention-fwd-d128-causal-fp16.json  # the README's
 	$(PY) -c "import triton_gallery as tg, matplotlib.pyplot as plt; \
-	  report = tg.benchmark.load('attention-fwd-d128-causal-fp16'); report.plot(); \
+	  report = tg.benchmark.load('attention-fwd-d128-causal-fp16', 'nvidia-h200'); report.plot(); \
 	  plt.savefig('$@', metadata={'Date': None, 'Description': report.provenance()})"
 
 linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer

@@ -2,7 +2,7 @@
 Fused softmax
 =============
 
-We normalize the rows of a matrix without writing anything in between to memory, rows of any length included.
+We normalize the rows of a matrix without writing another matrix in between to memory, rows of any length included.
 
 You will learn:
 
@@ -10,6 +10,7 @@ You will learn:
 - how a program reduces a row, and what its padding has to hold
 - why a softmax subtracts the maximum
 - how the online softmax finds maximum and sum in one walk over a row
+- how programs that share a row agree on its statistics, and what they need the launch to promise
 """
 
 # %%
@@ -192,7 +193,7 @@ plt.show()
 # - `x_row_stride` is how far apart two rows lie in memory. It is not always `n_cols`: a slice such as `x[:, :781]` of
 #   a wider matrix has the stride of the whole.
 # - `other=-float("inf")` is the neutral element of what follows. It loses against every number in the maximum, and
-#   adds 0 to the sum. The last section shows what another choice does.
+#   adds 0 to the sum. The section *Break it* shows what another choice does.
 # - `x.to(...)` twice: first to the dtype of the result, which is what torch's argument `dtype` means, then to
 #   float32. In float16 the sum of many exponentials stops growing at 2048, because 2048 + 1 rounds to 2048.
 # - `tl.max(x, axis=1, keep_dims=True)` is :math:`m`, one number for each row of the tile. Threads reduce what they
@@ -363,7 +364,7 @@ plt.show()
 #
 # The L2 cache is a hope: it keeps a row for the second walk if nothing else needs the room. There is a surer place.
 # Each multiprocessor of Hopper (the H100 and the H200) has 227 KiB of *shared memory*, which a program fills and
-# empties as it likes, and 110,000 float16 numbers fit in there. `tl` uses it behind the scenes and has no words for it.
+# empties as it likes, room for 116,000 float16 numbers. `tl` uses it behind the scenes and has no words for it.
 # Gluon, the lower-level language that Triton's compiler offers beside it, has some, and the library's kernel for long
 # rows on Hopper (`hopper/softmax.py`) is written in it.
 #
@@ -375,16 +376,18 @@ plt.show()
 # more often than once in and once out.
 #
 # One program of this kernel takes rows of up to 88 KiB, so that a multiprocessor has room for two or more: while one
-# waits for its threads, another works. Longer rows are cut into parts of 32 KiB, on as many multiprocessors. They meet
-# in the middle of their work, which a section below is about.
+# waits for its threads, another works. Longer rows are cut into parts of at most 32 KiB, six of which have room on a
+# multiprocessor, and the parts of a row work at the same time. They meet in the middle of their work, which a section
+# below is about.
 
 # %%
 # From kernels to a function
 # --------------------------
 #
-# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, the online kernel above; on Hopper
-# the kernel with the chunks for rows of over 16 KiB (128 KiB in float32). Other kernels serve rows that are not dense
-# in memory, as the classes of an image's pixels are not, and rows that are few and long. Both have sections below.
+# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, beyond that the online kernel; on
+# Hopper, instead of both, the kernel with the chunks for rows of over 16 KiB (128 KiB in float32). Other kernels serve
+# rows that are not dense in memory, as the classes of an image's pixels are not, and rows that are few and long. Both
+# have sections below.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -531,7 +534,9 @@ ladder
 # rate. The library saves that trip again, because it keeps a row where the second walk finds it, and reaches
 # :measured:`softmax-ladder-fp16: triton_gallery / limit at 65536`.
 #
-# Two expectations were wrong. At 4096 columns the naive curve and the safe one do meet; at 16384 the naive kernel
+# Three expectations were wrong. The unfused version stays at
+# :measured:`softmax-ladder-fp16: unfused / limit at 131072` of a copy's rate at the right end, half of what eight trips
+# leave. And at 4096 columns the naive curve and the safe one do meet; at 16384 the naive kernel
 # reaches :measured:`softmax-ladder-fp16: naive, row in registers / safe, row in registers at 16384` of the other's
 # rate, although it takes no maximum. But it divides each number of the row by the sum, and a division takes several
 # instructions, where the library's kernel divides once in a row, and multiplies. Of programs of 128 threads with so
@@ -567,22 +572,22 @@ tg.benchmark.roofline(report, points | {"unfused, N = 8192": (5 / 16, unfused[81
 # So far the numbers of a row were neighbours in memory. Along the first of two dimensions they are not: one number of
 # each row lies next to that of the next row, and the row itself runs across memory in long strides. The classes of an
 # image's pixels lie so, and the scores of attention heads, if one asks along the heads. To copy the matrix into a
-# better order would cost two more trips. A tile makes that needless: if a program loads *many* rows side by side, what
-# it reads at once is as dense as in any other kernel. Only the reduction runs along the other axis, and every number's
-# place takes some arithmetic, since the rows may be spread over several dimensions:
+# better order, and the result back, would cost four more trips. A tile makes that needless: if a program loads *many*
+# rows side by side, what it reads at once is as dense as in any other kernel. Only the reduction runs along the other
+# axis, and every number's place takes some arithmetic, since the rows may be spread over several dimensions:
 
 # quote: triton_gallery.softmax._row_offsets
 # quote: triton_gallery.softmax._softmax_strided_fwd_kernel
 
 # %%
-# Two things decide how fast this is, and neither is memory.
+# Besides memory, two things decide how fast this is.
 #
 # - `INDEX_DTYPE`: a division of 64-bit integers takes several times as many instructions as one of 32-bit integers, and
-#   there is one for each dimension but the last. So rows are numbered in 32 bits where there are fewer than
-#   :math:`2^{31}`.
+#   there is one for each dimension of rows but the last: none in a matrix, one in a batch of images. So rows are
+#   numbered in 32 bits where there are fewer than :math:`2^{31}`.
 # - The shape of the tile. A sum over few columns is done best within a warp or, better still, within a thread. With up
 #   to 32 columns a tile of 512 numbers goes to a single warp, which shares its sums with no other. More columns get
-#   larger tiles and more warps, and a tile has all columns up to 1024 of them.
+#   larger tiles and more warps. Up to 1024 columns a tile has all of them.
 #
 # The sweep keeps the number of elements at :math:`2^{24}`, or close to it, and goes from 8 columns to 65536. Beyond
 # 1024 columns rows are cut into parts, as in the next section.
@@ -627,26 +632,34 @@ report_across
 # %%
 # At 21 columns, as many as a well-known set of photographs has classes, we reach
 # :measured:`softmax-across-fp16: triton_gallery / torch at 21×786432` of torch's rate, and at 65536 columns
-# :measured:`softmax-across-fp16: triton_gallery / torch at 65536×256`. `torch.compile` is the one to beat here. Up to
-# 256 columns we do: at 21 we run at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` of its
-# rate. At 1024 columns we reach :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` of it and
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256` at the right end. A tile of 1024 columns
-# has room for 8 rows, which is 16 bytes of each column where memory hands out 32; whether that is the reason, we have
-# not found out.
+# :measured:`softmax-across-fp16: triton_gallery / torch at 65536×256`, as torch is left with
+# :measured:`softmax-across-fp16: torch at 65536×256` there. That is no measure of us. A copy is: we reach
+# :measured:`softmax-across-fp16: triton_gallery / limit at 8×2097152` of its rate at best, and
+# :measured:`softmax-across-fp16: triton_gallery / limit at 65536×256` at the right end. Of all layouts this is the one
+# that we serve worst.
+#
+# And `torch.compile` is the one to beat. Up to 256 columns we do: at 21 we run at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` of its rate. From 1024 columns on we
+# lose: :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384`,
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`. At 1024 a tile has room for 8 rows only,
+# which is 16 bytes of each column where memory hands out 32; whether that is the reason, we have not found out. Beyond
+# it rows are in parts, and are read twice.
 
 # %%
 # Many short rows, and few long ones
 # ----------------------------------
 #
-# All these matrices have 4096 rows. A program owns whole rows, so their number and length decide how much work there is
-# for a program, and for how many programs. Two more sweeps go to the ends. In the first one rows are short and many:
-# 131072 of them, as when a router picks experts for each token of a batch, or attention looks at a small window.
+# The matrices of the first sweep all have 4096 rows. A program owns whole rows, so their number and length decide how
+# much work there is for a program, and for how many programs. Two more sweeps go to the ends. In the first one rows are
+# short and many: 131072 of them, as when a router picks experts for each token of a batch, or attention looks at a
+# small window.
 #
 # What should we expect? A program of the library takes 1024 numbers there, whatever the length: 32 rows of 32 numbers,
 # or a single one of 1024. A thread loads eight numbers at once, so four threads hold a row of 32, and a warp has to
 # exchange registers only among these four. (With one row in each program most threads would have nothing to do.)
-# Memory still sees two trips. What weighs more the shorter the rows become is the launch: at 32 columns the matrix has
-# 8 MiB, which a GPU moves in a few microseconds.
+# Memory still sees two trips. The shorter the rows, the more the launch weighs: at 32 columns the matrix has 8 MiB,
+# which a GPU moves in a few microseconds.
 
 
 @tg.benchmark.perf_report(
@@ -688,9 +701,9 @@ report_short
 
 # %%
 # The library runs one kernel at all six lengths, with tiles of one size. At 1024 columns it is the kernel and the tile
-# of the sweep above, with 32 times as many rows. Where the two charts differ there, it is by what starting and filling
+# of the first sweep, with 32 times as many rows. Where the two charts differ there, it is by what starting and filling
 # the GPU takes, and not by anything in the kernel: :measured:`softmax-fp16: triton_gallery / limit at 1024` of a copy's
-# rate above, :measured:`softmax-short-fp16: triton_gallery / limit at 1024` here. Towards short rows the matrix shrinks
+# rate there, :measured:`softmax-short-fp16: triton_gallery / limit at 1024` here. Towards short rows the matrix shrinks
 # and what starting costs does not: at each length we take the same few microseconds more than a copy at full speed
 # would. 131072 rows of 32 numbers run at :measured:`softmax-short-fp16: triton_gallery at 32`, and 4096 rows of 1024,
 # which are as many numbers, at :measured:`softmax-fp16: triton_gallery at 1024`. That rows are short costs nothing by
@@ -717,21 +730,28 @@ report_short
 # quote: triton_gallery.softmax._softmax_parts_fwd_kernel
 
 # %%
+# These kernels serve rows across memory, too, which is why a part belongs to a tile of rows: where rows are dense,
+# `BLOCK_ROWS` is 1. Parts that are not there read the lowest number and the sum 0, and change nothing.
+#
 # Can parts get around the second limit as well? Each part would have to stay on its multiprocessor between the two
 # kernels, and nothing stays there from one launch to the next. So it must be *one* launch, in which the programs of a
 # row tell each other what they have found. On Hopper the library does that, with the kernel of the chunks. Each
 # program takes the maximum and the sum of its part, writes the two into memory as a single number of 64 bits, and reads
-# there those of all other parts, again and again until the last one has come. Then every program knows the row's
-# statistics and writes its part, which never left the chip (`hopper/exchange.py`).
+# there those of all other parts, again and again until the last one has come. (Before, a small kernel has filled the
+# mailboxes with NaNs that no arithmetic makes, so a message is told from none.) Then every program knows the row's
+# statistics and writes its part, which never left the multiprocessor (`hopper/exchange.py`).
 #
 # This is easy to say, and a danger. A program that waits does not make room for another. Were some parts of a row still
 # queueing for a place while the others, which have all the places, wait for them, they would do so for ever. Triton's
 # programs promise nothing here. The launch must: a *cooperative* one starts all programs of a grid together, or fails.
-# So there are only as many programs as have room at a time, and each takes one row's part after the other.
+# So there are only as many programs as have room at a time, and each takes its part of one row, then the same part of
+# another.
 #
-# The library takes this second way if all rows together have 4 MiB or more, and if the chip has room for a row, which
-# ends at 24 MiB. The first way is for what is left: few rows with less, other GPUs, rows across
-# memory of more than 1024 columns, and the gradient.
+# The library takes this second way for rows of more than 88 KiB if all of them together have 4 MiB or more, and if the
+# GPU has room for a whole row. With six parts of 32 KiB on each of 132 multiprocessors, that ends a little beyond
+# 24 MiB. The first way is for what is left where rows are few: less together, longer ones, float64, rows that do not
+# lie on multiples of 16 bytes, other GPUs, and the gradient; and for all rows across memory of more than 1024 columns.
+# Where many rows are left, they take the online kernel.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.
@@ -774,11 +794,19 @@ report_long.plot()
 report_long
 
 # %%
-# The first four shapes go the second way, with 8 to 64 parts in a row. What they lack to a copy is the beginning, when
-# nothing can be written yet, the end, when nothing is left to read, and the exchange. The last shape, a row of 32 MiB,
-# is too long for the chip and goes the first way: two launches and three trips. torch, which gives a row to one block
-# of threads, is left with :measured:`softmax-long-fp16: torch at 1×16777216`. `torch.compile` cuts the row as well, and
-# we run at :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` of its rate.
+# The first four shapes go the second way, with 8 to 64 parts in a row. The first reaches
+# :measured:`softmax-long-fp16: triton_gallery / limit at 512×131072` of a copy's rate, the third
+# :measured:`softmax-long-fp16: triton_gallery / limit at 64×1048576`. What keeps them from all of it is the launch that
+# empties the mailboxes, the beginning, when nothing can be written yet, the exchange, and the last round, in which few
+# places have a row: there are 792, and 64 rows of 64 parts, twelve rows at a time, take five rounds and a third. The
+# fourth shape has parts for 512 places, no second row for any of them, and reaches
+# :measured:`softmax-long-fp16: triton_gallery / limit at 32×262144`.
+#
+# The last shape, one row of 32 MiB, has more parts than there are places, and goes the first way: two launches, and two
+# readings of which the L2 cache may answer the second. It reaches
+# :measured:`softmax-long-fp16: triton_gallery / limit at 1×16777216` of a copy's rate. torch gives a row to what Triton
+# would call one program and is left with :measured:`softmax-long-fp16: torch at 1×16777216`. `torch.compile` cuts the
+# row as well, and we run at :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` of its rate.
 
 # %%
 # What the compiler made of it
@@ -794,17 +822,17 @@ tg.codegen.inspect(tg.softmax, x)
 # The registers confirm the plan: they hold the row and little else, and nothing spills. Shared memory is a few bytes,
 # one number from each warp. And the widest load is 128 bits, eight numbers at once, since 8192 is a multiple of 16.
 # (With 781 columns a row may begin at any even address, and the loads are 16 bits wide.) Long rows take another kernel:
-# on Hopper the one that fills shared memory with the row, elsewhere the online one, whose shared memory is a waiting
-# room for the blocks that are on their way.
+# on Hopper the one with the chunks, here on a part of 32 KiB, after the small one that empties the mailboxes; elsewhere
+# the online one, whose shared memory is a waiting room for the blocks that are on their way.
 
 long_x = torch.empty(4096, 131072, dtype=torch.float16, device="meta")
 long_report = tg.codegen.inspect(tg.softmax, long_x)
 long_report
 
 # %%
-# From such a row follows how many programs a multiprocessor can hold at a time, its *occupancy*. Its registers, threads
-# and shared memory are shared out among them, and what runs out first decides. For the online kernel on an A100, which
-# has 65536 registers, 2048 threads and 163 KiB of shared memory on each multiprocessor:
+# From such a line of the table follows how many programs a multiprocessor can hold at a time, its *occupancy*. Its
+# registers, threads and shared memory are shared out among them, and what runs out first decides. For the online kernel
+# on an A100, which has 65536 registers, 2048 threads and 163 KiB of shared memory on each multiprocessor:
 
 online = next(kernel for kernel in long_report.kernels if kernel.target == "sm_80")
 threads = 32 * online.num_warps
@@ -845,8 +873,8 @@ for each in (report, report_across, report_short, report_long):
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's
 # rate and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one, and at 65536
 # :measured:`softmax-fp16: triton_gallery / limit at 65536` and
-# :measured:`softmax-fp16: triton_gallery / peers at 65536`. With 131072 columns, where a row lies on eight
-# multiprocessors, it is :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy and
+# :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in four parts. With 131072 columns, in
+# eight parts, it is :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
 #
 # If the length of rows is no multiple of eight, most of them begin between two multiples of 16 bytes, where no wide

@@ -243,9 +243,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #   second one wherever there is room, and those wait in `gdc_wait` until the first kernel has ended. It saves a
 #   microsecond or two between the kernels. Our launcher below leaves it off.
 #
-# Rows of 2049 to 8192 numbers of 16 bits take a kernel that sums the same way, but cuts a row into equal blocks, as the
-# forward pass will do below, and keeps `x` and `dy` as they were loaded (`_layer_norm_bwd_blocks_kernel`). The next
-# power of two may be nearly twice the row; of the last block at most a part is empty.
+# Rows of more than 2048 and up to 8192 numbers of 16 bits, in multiples of 16, take a kernel that sums the same way,
+# but cuts a row into equal blocks, as the forward pass will do below, and keeps `x` and `dy` as they were loaded
+# (`_layer_norm_bwd_blocks_kernel`). The next power of two may be nearly twice the row; of the last block at most a part
+# is empty.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -374,9 +375,10 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 # came from memory and widens them anew for the mean, for the variance and for the result: a conversion costs an
 # instruction, of which there are plenty, and two float16 numbers share a register, of which there are not.
 #
-# A row of a million elements does not fit into the registers of one program. Then the statistics have to be collected
-# on the way, as in the two loops above, but without their flaw. Every lane follows Welford's recurrence over the
-# elements that it meets, with :math:`m` the mean and :math:`S` the sum of squared distances so far:
+# A row of a million elements does not fit into the registers of one program. Then, unless several programs share it (a
+# section below says how), the statistics have to be collected on the way, as in the two loops above, but without their
+# flaw. Every lane follows Welford's recurrence over the elements that it meets, with :math:`m` the mean and :math:`S`
+# the sum of squared distances so far:
 #
 # .. math:: m_k = m_{k-1} + \frac{x_k - m_{k-1}}{k}, \qquad S_k = S_{k-1} + (x_k - m_{k-1})(x_k - m_k)
 #
@@ -444,9 +446,9 @@ ladder
 
 # %%
 # Twelve trips in place of two leave at most a sixth of a copy's rate, once a matrix is larger than the L2 cache; here
-# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips would leave two thirds. The
-# two loops reach :measured:`layer-norm-fwd-ladder-fp16: two loops / limit at 8192` at 8192 columns, since a part of the
-# second reading comes from a cache, and a row in registers
+# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips would leave two thirds.
+# That is what the two loops reach at 8192 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / limit at 8192`,
+# and at no length of the chart more; a row in registers reaches
 # :measured:`layer-norm-fwd-ladder-fp16: row in registers / limit at 8192`. Each round of a loop waits for loads of its
 # own, where a program that asks for the whole row at once waits once. At 1024, 2048 and 9216 columns the loops are the
 # faster ones all the same. There it is the layout of our third kernel that decides, and not the trips.
@@ -672,12 +674,12 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # Up to the slope is all that can be won, and the long rows are most of the way there. An operation more or less would
 # change nothing.
 #
-# Rows that outgrow the chip
-# --------------------------
-# Our curve of the forward pass ends where a row still stays on the chip from its first load to its last store. How does
-# it go on? In the next sweep all matrices have about the same size, 256 MiB, so a launch weighs next to nothing. Only
-# the rows grow from point to point, from 32 KiB to 512 KiB, and become fewer: 8192 of them at the left end, 512 at the
-# right.
+# Rows that outgrow a multiprocessor
+# ----------------------------------
+# Our curve of the forward pass ends where a row still stays in one program from its first load to its last store. How
+# does it go on? In the next sweep all matrices have about the same size, 256 MiB, so a launch weighs next to nothing.
+# Only the rows grow from point to point, from 32 KiB to 512 KiB, and become fewer: 8192 of them at the left end, 512 at
+# the right.
 #
 # At some length a program has to let go of the row that it has read. Then it reads the row twice, once for the
 # statistics and once for the result, and what that costs is up to the L2 cache, which all rows under way share. As long
@@ -685,11 +687,12 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # there is a third trip, which leaves two thirds of a copy's rate. If there are two programs on each of 132
 # multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
 #
-# On Hopper the library does not let go. A row that is too long for one multiprocessor lies in parts on several, and
-# the programs of the parts tell each other what they have found: page two explains how they can and why that needs a
-# *cooperative* launch. There they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's
-# formula from above, which joined the lanes of a program, joins programs. A part is small, 4 to 16 KiB: a
-# multiprocessor has room for 8 to 32 programs, and while most of them wait, some have work.
+# On Hopper the library does not let go. A row that is too long for the registers of one program lies in parts on
+# several multiprocessors, up to 16 MiB of it, if its length and its begin are multiples of 16 numbers. The programs of
+# the parts tell each other what they have found: page two explains how they can and why that needs a *cooperative*
+# launch. There they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula from
+# above, which joined the lanes of a program, joins programs. A part is small, 4 to 16 KiB: a multiprocessor has room
+# for 8 to 32 programs, and while most of them wait, some have work.
 
 
 @tg.benchmark.perf_report(
@@ -737,7 +740,9 @@ long_report
 # last of them in each row.
 #
 # To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns it is ahead of
-# us: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate.
+# us: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate. Further right it
+# does cost one: from 49152 columns on its curve is below two thirds of a copy, although the cache should hold the rows
+# under way up to 65536. Why, we have not found out.
 
 # %%
 # The shapes of training
@@ -831,11 +836,11 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer, and for the backward pass there are two launches.
 # From there on the rate should rise with :math:`N`. The curve of the backward pass has teeth: it drops where a row has
-# just outgrown its block, and climbs as the next one fills. Behind :math:`N = 5120` a block has 2048 numbers, and a
-# multiprocessor room for one program. Behind 8192 a row and its sums no longer fit into registers. Up to 16384 columns
+# just outgrown its block, and climbs as the next one fills. Beyond :math:`N = 5120` a block has 2048 numbers, and a
+# multiprocessor room for one program. Beyond 8192 a row and its sums no longer fit into registers. Up to 16384 columns
 # of 16 bits, Hopper has room for `x`, `dy` and the weight in its shared memory, from where they can be read twice, and
 # registers hold the sums alone (`hopper/layer_norm.py`, in Gluon); there a row is made of chunks of 4096, and the
-# fourth begins behind 12288. Longer rows, and all of them on other GPUs, are cut into column blocks. The row sums then
+# fourth begins beyond 12288. Longer rows, and all of them on other GPUs, are cut into column blocks. The row sums then
 # need a pass of their own over `x` and `dy`: five trips instead of three.
 #
 # With 8192 columns we reach, as shares of a copy's rate and of the best other one's:
@@ -847,8 +852,8 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at worst`
 #
 # All of this is the GPU's time. A backward pass also takes the host tens of microseconds, ours more than torch's: it
-# walks through autograd, allocates and launches two kernels in Python, where torch does all of it in C++.
-# Where rows are short and few, the GPU waits for that.
+# walks through autograd, allocates and launches two kernels in Python, where torch does all of it in C++. Where rows
+# are short and few, the GPU waits for that.
 #
 # The strongest forward pass beside ours is that of `torch.compile` at lengths such as 14336, where ours runs at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` makes a kernel

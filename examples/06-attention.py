@@ -10,6 +10,7 @@ You will learn:
 - how one number per query lets the backward pass compute the probabilities again, tile by tile
 - which five matrix products lead back, and which program owns what, so that no sum needs an atomic addition
 - which tiles a mask leaves out, and what a tile with nothing in it does to a running maximum
+- what changes when a single query meets all keys
 """
 
 # %%
@@ -225,8 +226,7 @@ for ours, expected in zip(small_attention(q, k, v), (out, lse), strict=True):
 # mask sets the other scores to :math:`-\infty`, and their probabilities become 0. For half of the matrix all that work
 # is for nothing, and with tiles we can skip it. Every mask of this page is a band: query :math:`i` is allowed the keys
 # from :math:`i + \text{lower}` to :math:`i + \text{upper}`, where either limit may be missing. Causal means
-# :math:`\text{upper} = 0`, and a window of 32 keys before its own adds
-# :math:`\text{lower} = -32`.
+# :math:`\text{upper} = 0`, and a window of 32 keys before its own adds :math:`\text{lower} = -32`.
 #
 # For a tile of queries, the tiles of keys then come in up to five groups, one after the other: skipped, masked, full,
 # masked, skipped. *Full* means that all queries of the tile are allowed all its keys, so that no mask has to be
@@ -802,13 +802,13 @@ ladder
 # sequence is. That is far below the dashed line, and the three lines of PyTorch do not even get there: with 16384
 # positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
 #
-# The small kernel is no faster; at most lengths it is slower. It saves the trips to memory, and with them the memory:
-# this is what the formula is good for by itself. But it depends on the cache in its place, and the smaller the tile,
-# the more it asks of that, and the smaller are the pieces that it hands to the matrix unit. Hopper's own instruction,
-# `wgmma`, multiplies 64 rows at least, so tiles of 32 have to make do with an older one. And what happens once for a
-# tile of keys, the maximum, the rescaling, the wait for the next tile, happens for every 32 keys. Speed comes with the
-# tile: 64 queries are :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at
-# 16384 positions.
+# The small kernel is slower at three of the four lengths, and faster only at 8192 positions. It saves the trips to
+# memory, and with them the memory: this is what the formula is good for by itself. But it depends on the cache in its
+# place, and the smaller the tile, the more it asks of that, and the smaller are the pieces that it hands to the matrix
+# unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at least, so tiles of 32 have to make do with an older
+# one. And what happens once for a tile of keys, the maximum, the rescaling, the wait for the next tile, happens for
+# every 32 keys. Speed comes with the tile: 64 queries are
+# :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
 #
 # The fourth version asks the cache for half as much and waits half as often, and still it is no faster: at 16384
 # positions it runs at :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` of the third
@@ -965,9 +965,10 @@ reports["bwd", 64, True]
 # -------------------
 #
 # When a language model writes, it adds one word at a time. Then there is a single query in each head, and the keys of
-# all words so far. There is nothing left to do twice with a key: the arithmetic takes no time beside that of reading
-# :math:`K` and :math:`V` once, and the limit is the memory's, not the matrix unit's. The kernel above is at its worst
-# here. Its tile of 128 queries holds one, and with 32 heads there are 32 programs for 132 multiprocessors.
+# all words so far. Each key is met by one query, or by the few that share it, so the arithmetic takes no time beside
+# that of reading :math:`K` and :math:`V` once, and the limit is the memory's, not the matrix unit's. With one sequence
+# the kernel for many queries is at its worst. Its tile of 128 queries holds one, which costs little. But 32 heads make
+# 32 programs, for 132 multiprocessors.
 #
 # So the keys are shared out: each program walks along a part of them, a *split*, and writes what it has found, its
 # sums and its maximum. The rule by which a row joined its tiles holds for splits as well, and a second kernel joins
@@ -978,8 +979,13 @@ reports["bwd", 64, True]
 # quote: triton_gallery.attention._attention_join_kernel
 
 # %%
-# The library takes this way for up to 64 queries in a group. How many splits are best depends on how full the last
-# round of programs is, which `_num_splits` estimates. In the sweep, 32 heads of queries share 8 or 32 heads of keys,
+# A lane is a query: `lanes // seq_q` says of which head of the group, `lanes % seq_q` at which position. The tile has
+# 16 lanes at least, the fewest that a matrix unit takes, and 4 queries fill a quarter of it.
+#
+# The library takes this way for up to 64 queries in a group and 512 keys or more. How many splits are best depends on
+# how full the last round of programs is, which `_num_splits` estimates. Where heads share nothing and are many, more
+# than 66 on an H200, there are no splits: the kernel for many queries has enough programs then, and that most of its
+# tile is empty costs nothing beside reading the keys. In the sweep, 32 heads of queries share 8 or 32 heads of keys,
 # with head dimension 128. What counts is the bytes of :math:`K` and :math:`V`, each once.
 
 
@@ -1022,13 +1028,19 @@ decode_report.plot()
 decode_report
 
 # %%
-# One sequence of 32768 keys, with a head of keys for each head of queries, has 512 MiB of them, and that is enough to
-# come close to a copy's rate: :measured:`attention-decode-fp16: triton_gallery / limit at 1×32×32768` of it. With less,
-# two launches and the first wait for memory weigh more. Sixteen sequences of 4096 keys with shared heads have 256 MiB
-# and reach :measured:`attention-decode-fp16: triton_gallery / limit at 16×8×4096`, one of them has 16 MiB and reaches
-# :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`. cuDNN is a little ahead where heads are shared:
-# against the better of the two others we run at :measured:`attention-decode-fp16: triton_gallery / peers at worst` in
-# the worst case.
+# One sequence of 32768 positions, with a head of keys for each head of queries, has 512 MiB of keys and values, and
+# comes close to a copy's rate: :measured:`attention-decode-fp16: triton_gallery / limit at 1×32×32768` of it. Sixteen
+# sequences of 4096 positions with shared heads have half as much and reach
+# :measured:`attention-decode-fp16: triton_gallery / limit at 16×8×4096`; one of them has 16 MiB, for which two launches
+# and the first wait for memory weigh most, and reaches
+# :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`. The last shape has 512 heads that share
+# nothing. It takes no splits, and with :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` it is
+# the nearest to a copy.
+#
+# cuDNN is ahead at five of the six shapes. Where heads are shared, 64 sequences of 2048 positions are the worst of
+# them: we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048` of its rate. With one sequence
+# of 32768 positions and 32 heads of keys we run at
+# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768`.
 
 # %%
 # Right of the ridge, thanks to what is not written
@@ -1097,8 +1109,10 @@ for seq_len in (512, 1024, 4096, 16384):
 # 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a
 # mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of
 # long and short tiles pays. Of the forward passes the one with head dimension 64 and a mask wins least:
-# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst. Of the backward passes it is
-# the one with head dimension 128 and no mask: :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst`.
+# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst. Two of the backward passes
+# lose, both at 16384 positions and without a mask, where our curve falls:
+# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at 16384` with head dimension 128 and
+# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at 16384` with 64. Why it falls, we have not found out.
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for
@@ -1185,10 +1199,9 @@ check(tg.attention(q1[None], k1[None], v1[None], is_causal=True, window=16)[0], 
 # Exercises
 # ---------
 #
-# 1. One query against a long cache is one tile of queries for each head, too few programs for a GPU. So each of several
-#    programs should take a part of the keys, and their results be joined. Show in PyTorch how to join, with
-#    `tg.attention(..., return_lse=True)` on two halves of the keys. (Hint: the results are averaged, with the softmax
-#    of their logsumexps as weights.)
+# 1. `_attention_join_kernel` joins splits by their maxima and sums. If each split is an attention of its own, their
+#    results and logsumexps are enough. Show in PyTorch how to join, with `tg.attention(..., return_lse=True)` on two
+#    halves of the keys. (Hint: the results are averaged, with the softmax of their logsumexps as weights.)
 # 2. What if `start` in `_attention_fwd_kernel` counted from the beginning? Suppose four multiprocessors, eight tiles of
 #    queries under a causal mask, and for each tile of queries as many units of time as it has tiles of keys. Draw who
 #    works on what, in both orders, on paper or in Python. The work is the same; how long does each order take?
@@ -1209,7 +1222,7 @@ check(tg.attention(q1[None], k1[None], v1[None], is_causal=True, window=16)[0], 
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # Each part gives an average of its values and the logarithm of the weight that this average has. The softmax of the
-# logarithms turns them into shares. On a GPU the parts are programs of one launch, and a second one joins them.
+# logarithms turns them into shares.
 
 q_new, k_cache, v_cache = (torch.randn(2, 3, length, 40, device=DEVICE) for length in (1, 500, 500))
 outs, lses = zip(
@@ -1252,10 +1265,9 @@ assert (short_first[0], long_first[0]) == (12, 9) and sum(range(1, 9)) == 4 * 9
 # One line changes: the one that makes `s`. (In the kernels, full tiles need the columns and rows for it as well, which
 # are now computed for masked ones only. The scale is applied later, so the bias has to be divided by it, and in the
 # kernel for :math:`dK` and :math:`dV` it has to be transposed.) The backward pass makes `s` again and needs that line
-# for the same probabilities. The bias
-# depends on no input, so :math:`\partial s / \partial q` and everything behind it is as before; and
-# :math:`\delta_i = dO_i \cdot O_i` follows from :math:`O = P V` alone, whatever :math:`P` was made of. Here are both
-# loops of this page with the line, against autograd.
+# for the same probabilities. The bias depends on no input, so :math:`\partial s / \partial q` and everything behind it
+# is as before; and :math:`\delta_i = dO_i \cdot O_i` follows from :math:`O = P V` alone, whatever :math:`P` was made
+# of. Here are both loops of this page with the line, against autograd.
 
 
 def biased_scores(q, k, first_key, beta):

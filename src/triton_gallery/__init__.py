@@ -1,6 +1,6 @@
 """Triton GPU kernels that behave like their torch namesakes.
 
-Replace ``torch.nn.functional.softmax`` by ``triton_gallery.softmax`` and nothing else changes, except the speed. On a
+Replace ``torch.softmax(x, -1)`` by ``triton_gallery.softmax(x, -1)`` and nothing else changes, except the speed. On a
 machine without a GPU, importing the package switches Triton's interpreter on, so the same kernels run on CPU tensors.
 """
 

@@ -1045,11 +1045,16 @@ def attention(
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
         products follow :func:`torch.set_float32_matmul_precision`. Memory beyond the outputs is one number a query for
-        the forward and two for the backward. Where up to 64 queries share the keys, as in a language model that writes,
-        these are split among programs, and each split needs room for a float32 copy of the output. All sums have a
-        fixed order: forward and backward repeat bit for bit, with one exception. On Hopper, 16-bit inputs of head_dim
-        64 or 128 without a window take kernels of their own, whose backward adds up the gradient of q in no fixed order
-        (and keeps it in float32 meanwhile); :func:`torch.use_deterministic_algorithms` selects the kernels that repeat.
+        the forward and two for the backward. To it come splits, where up to 64 queries share 512 keys or more and heads
+        are few or shared, as in decoding: several programs share the keys, and each needs room for a float32 copy of
+        the output. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on GPUs with TMA.
+
+        On Hopper, other 16-bit inputs of head_dim 64 or 128 (and the same head_dim_v) take kernels of their own, with
+        no mask or the causal one from the top left. Their backward pass takes them where q has as many heads as k and
+        v, lse has no gradient and, under a causal mask, there are no more keys than queries. It keeps the gradient of q
+        in float32 and adds it up in no fixed order. :func:`torch.use_deterministic_algorithms` selects the kernels
+        whose sums have one: with these, and in every other case, forward and backward repeat bit for bit.
+
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 
     Example:

@@ -175,7 +175,7 @@ def inspect(function: Callable, *args, targets: Iterable[str] = TARGETS, backwar
         kwargs: its keyword arguments.
 
     Returns:
-        A `Report`: one `Kernel` for each kernel and target, in the order of their launches.
+        A `Report` with one `Kernel` for each kernel and target, in the order of their launches.
 
     Raises:
         TypeError: the function cannot be imported by name in another process.

@@ -825,7 +825,8 @@ def rms_norm(
     Args:
         x: any shape with at least one dimension; float16, bfloat16, float32 or float64.
         normalized_shape: the sizes of the last dimensions, over which the mean square is taken.
-        weight: a factor for each normalized position, of shape `normalized_shape` and any of x's dtypes. None means 1.
+        weight: a factor for each normalized position, of shape `normalized_shape`, in any dtype that x may have. None
+            means 1.
         eps: keeps the square root away from 0. None means the machine epsilon of the dtype computed in, float32 or
             float64.
 

@@ -536,8 +536,10 @@ def matmul(
         Sums are kept in float32 (float64 for float64); bias and activation are applied to them before the one rounding.
         Every call adds in the same order, so results repeat bit for bit. When a gradient is needed, "gelu" and "silu"
         store the values before the activation as well; the other activations are differentiated from the result.
-        Gradients of any order are matrix products by the same kernels. Under :class:`torch.autocast` a, b and bias are
-        cast as torch casts them. AMD GPUs multiply float32 as it is.
+        Gradients of any order are matrix products by the same kernels. Where a sum is cut into parts, as for small
+        results of long sums, each part needs room for a copy of the result in the dtype of the sums, and on Hopper
+        16-bit matrices whose rows are no multiples of 16 bytes are copied first where that is quicker. Under
+        :class:`torch.autocast` a, b and bias are cast as torch casts them. AMD GPUs multiply float32 as it is.
 
     Example:
         >>> import torch, triton_gallery

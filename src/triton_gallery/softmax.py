@@ -725,12 +725,13 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row stays in registers and is read once, longer ones twice,
-        the second time from the L2 cache while it fits there. On Hopper a 16-bit or float32 row of up to 24 MiB is
-        read once, too, if x is 16-byte aligned and so is the distance from a row's end to the next row: it lies on one
-        multiprocessor or in parts on several, which exchange their maxima and sums. Elsewhere a few rows of 128 KiB or
-        more are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in
-        memory, as with any dim but the last, are read where they lie, in tiles, and twice beyond 1024 columns. The
-        result repeats bit for bit. The gradient has kernels of its own and can be differentiated again.
+        the second time from the L2 cache while it fits there. On Hopper a longer 16-bit or float32 row is read once,
+        too, if x is 16-byte aligned and so is the distance from a row's end to the next row: up to 88 KiB of it lie on
+        one multiprocessor, more of it (up to 24 MiB on an H200) in parts on several, which exchange their maxima and
+        sums, provided that all rows together have at least 4 MiB. Elsewhere a few rows of 128 KiB or more are cut into
+        parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as with any
+        dim but the last, are read where they lie, in tiles, and twice beyond 1024 columns. The result repeats bit for
+        bit. The gradient has kernels of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery

@@ -163,7 +163,7 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
     .. math:: \text{out} = x + \alpha \, y
 
     Args:
-        x: any shape; float16, bfloat16, float32, float64, an integer dtype or bool.
+        x: any shape; float16, bfloat16, float32, float64, uint8, a signed integer dtype or bool.
         y: a tensor whose shape broadcasts with x's, or a Python number.
         alpha: the factor of y; a whole number when the result's dtype is an integer.
 
