@@ -1082,6 +1082,33 @@ def test_functions_in_many_threads(times):
     assert not failures and len(called) < 100  # of 1800: a few until one is remembered
 
 
+def test_a_thread_that_records_what_is_remembered_already(times, monkeypatch):
+    call, called, _ = times
+    recording_too, go_on = threading.Event(), threading.Event()
+    late = threading.Thread(target=lambda: call(aligned(64).requires_grad_(), 1))
+    launch_now, (run, *rest) = fake_launch, _launch.handles["kernel"]
+
+    def launch(*args):
+        if threading.current_thread() is late:
+            recording_too.set()
+            go_on.wait(60)
+        launch_now(*args)
+
+    def replay(*args):
+        go_on.set()
+        late.join()
+        run.launch(*args)
+
+    monkeypatch.setitem(globals(), "fake_launch", launch)
+    monkeypatch.setitem(_launch.handles, "kernel", (Launcher(replay), *rest))
+    late.start()
+    assert recording_too.wait(60)
+    for _ in range(6):
+        x = aligned(64).requires_grad_()
+        assert torch.equal(call(x, 1), x.square())
+    assert not late.is_alive() and len(called) < 5  # the late one, one that recorded, one that was remembered
+
+
 def test_autograd_sees_the_first_output_alone_where_it_shall(fake_gpu):
     op, _ = make(lambda x: (doubled(x), doubled(x)))
 

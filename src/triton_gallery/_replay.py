@@ -74,7 +74,7 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
         try:
             replay = replays[key]
         except KeyError:
-            return _record(function, args, kwargs, replays, key)
+            return _record(function, args, kwargs, replays, recent, key)
         except TypeError:  # an argument that cannot be part of a key
             return function(*args, **kwargs)
         if replay is None or not _can_launch(replay.device):
@@ -148,7 +148,7 @@ def forget_replays() -> None:
         recent.clear()
 
 
-def _record(function: Callable, args: tuple, kwargs: dict, replays: dict, key: tuple):
+def _record(function: Callable, args: tuple, kwargs: dict, replays: dict, recent: dict, key: tuple):
     """What `function` returns, and a _Replay of it under `key`, or None where there can be none."""
     recording.tape = tape = Tape()
     try:
@@ -157,7 +157,9 @@ def _record(function: Callable, args: tuple, kwargs: dict, replays: dict, key: t
         recording.tape = None
     if len(replays) >= _MAX_REPLAYS:
         replays.clear()
-    replays[key] = _Replay.of(tape, (*args, *kwargs.values()), result)
+        recent.clear()
+    # Where two threads record the same, the first one's stays: it may be the one that is remembered already.
+    replays.setdefault(key, _Replay.of(tape, (*args, *kwargs.values()), result))
     return result
 
 
