@@ -546,6 +546,15 @@ def test_a_replay_launches_on_the_addresses_of_the_call(with_descriptor, launche
     tape.launches.append(("kernel", (3,), (torch.randn(4),)))
     assert _Replay.of(tape, (described.base, x, y, seed), out) is None
 
+    # With its last user it goes, and its tables with it: nothing waits for the garbage collector.
+    gone = weakref.ref(replay)
+    gc.disable()
+    try:
+        del replay
+        assert gone() is None
+    finally:
+        gc.enable()
+
 
 @pytest.mark.gpu
 def test_known_addresses_go_straight_to_the_driver(device):

@@ -407,38 +407,15 @@ class _Replay:
         words += [*(text.name(x.data_ptr()) for x in tables), "stream"]
         words += [f"values[{i}]" for i, value in enumerate(values) if type(value) is Varying]
         if self.has_descriptors:
-            text.add(f"for launch, args in {text.name(self._prepared)}(({_joined(words)})): launch(*args)")
+            # Not a method, which would keep its replay alive, and the replay its text.
+            prepared = functools.partial(_prepared, self.launches, self.prepared)
+            text.add(f"for launch, args in {text.name(prepared)}(({_joined(words)})): launch(*args)")
         else:
             self.launches = [_straight(run, template) for run, template in self.launches]
             text.add(*(f"{text.name(function)}({_spelled(args, words, text)})" for function, args in self.launches))
         made = _joined(f"x{i}" for i in range(len(outputs)))
         text.add("return x0" if isinstance(result, torch.Tensor) else f"return {text.name(type(result))}(({made}))")
         return text.function()
-
-    def _prepared(self, pool: tuple) -> list[tuple[Callable, list]]:
-        """The launches on these addresses, shorter ones when they come back: descriptors of them are encoded once."""
-        calls = self.prepared.get(pool)
-        if calls:
-            return calls
-        calls = []
-        for run, template in self.launches:
-            args = template.copy()
-            for i, slot in enumerate(template):
-                if type(slot) is not _Slot:
-                    continue
-                args[i] = pool[slot]
-                if slot.described is not None:
-                    kind, attributes = slot.described
-                    args[i] = made = object.__new__(kind)
-                    vars(made).update(attributes, base=_Address(pool[slot]))
-            calls.append((run, args))
-        if pool in self.prepared:
-            self.prepared[pool] = calls = [_innermost(run, args) for run, args in calls]
-        else:
-            if len(self.prepared) >= _MAX_PREPARED:
-                self.prepared.clear()
-            self.prepared[pool] = None
-        return calls
 
     def within(self, function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
         """`function`, with this replay in place of its operator."""
@@ -447,6 +424,32 @@ class _Replay:
             namespace = {"forward": forward_by(self.run, function)}
             self.function = type.__new__(type(function), function.__name__, (function,), namespace)
         return self.function
+
+
+def _prepared(launches: list, prepared: dict, pool: tuple) -> list[tuple[Callable, list]]:
+    """The launches on these addresses, shorter ones when they come back: descriptors of them are encoded once."""
+    calls = prepared.get(pool)
+    if calls:
+        return calls
+    calls = []
+    for run, template in launches:
+        args = template.copy()
+        for i, slot in enumerate(template):
+            if type(slot) is not _Slot:
+                continue
+            args[i] = pool[slot]
+            if slot.described is not None:
+                kind, attributes = slot.described
+                args[i] = made = object.__new__(kind)
+                vars(made).update(attributes, base=_Address(pool[slot]))
+        calls.append((run, args))
+    if pool in prepared:
+        prepared[pool] = calls = [_innermost(run, args) for run, args in calls]
+    else:
+        if len(prepared) >= _MAX_PREPARED:
+            prepared.clear()
+        prepared[pool] = None
+    return calls
 
 
 class _Slot(int):

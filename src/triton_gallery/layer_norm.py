@@ -794,11 +794,11 @@ def layer_norm(
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
         costs no accuracy. Rows of any length work: up to 96 KiB of a row stay in registers (but no more than 24576
-        elements, unless their number is a multiple of 16), longer ones are read twice. On Hopper, longer rows stay on
-        several multiprocessors and are read once, up to 16 MiB, if the number of their elements is a multiple of 16 and
-        if they begin at multiples of 16 elements. The gradients are deterministic: the same inputs on the same GPU give
-        the same bits. Second derivatives are supported by autograd, through torch operations, and not by the transforms
-        of ``torch.func``.
+        elements, unless their number is a multiple of 16), longer ones are read twice. On Hopper, longer rows (but not
+        of float64) stay on several multiprocessors and are read once, up to 16 MiB, if the number of their elements is
+        a multiple of 16 and if they begin at multiples of 16 elements. The gradients are deterministic: the same inputs
+        on the same GPU give the same bits. Second derivatives are supported by autograd, through torch operations, and
+        not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery
