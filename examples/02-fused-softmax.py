@@ -9,8 +9,7 @@ You will learn:
 - why a chain of fast operations is slow, and what fusing them saves, counted in bytes
 - how a program reduces a row, and what its padding has to hold
 - why a softmax subtracts the maximum
-- how the online softmax finds maximum and sum in one walk over a row
-- how programs that share a row agree on its statistics, and what they need the launch to promise
+- how the online softmax finds maximum and sum in one walk, and how programs that share a row agree on both
 """
 
 # %%

@@ -9,8 +9,7 @@ You will learn:
 - what the matrix of scores costs, and how a softmax that arrives in tiles does without it
 - how one number per query lets the backward pass compute the probabilities again, tile by tile
 - which five matrix products lead back, and which program owns what, so that no sum needs an atomic addition
-- which tiles a mask leaves out, and what a tile with nothing in it does to a running maximum
-- what changes when a single query meets all keys
+- which tiles a mask leaves out, and what changes when a single query meets all keys
 """
 
 # %%

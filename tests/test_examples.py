@@ -6,6 +6,7 @@ measures.
 
 import ast
 import dis
+import functools
 import inspect
 import json
 import os
@@ -74,7 +75,12 @@ def test_pages_are_numbered_from_one():
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-@each_page
+# As a notebook and in `make html` every page runs at each change; as a script the others do in `make fuzz`.
+@pytest.mark.parametrize(
+    "page",
+    [PAGES[0], *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:])],
+    ids=[page.stem for page in PAGES],
+)
 def test_page_runs_as_a_script(page, tmp_path):
     script = generated(page, tmp_path)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -389,9 +395,15 @@ undefined(SIZES)
     assert [(bench.plot_name, bench.x_vals) for bench in found] == [("a", [1, 2]), ("b", [1, 2])]
 
 
+@pytest.fixture(scope="session")
+def declared(tmp_path_factory):
+    return functools.cache(lambda page: benchmarks(page, tmp_path_factory.mktemp("declared")))
+
+
+@pytest.mark.xdist_group("declared")
 @pytest.mark.parametrize("page", PAGES + CHAPTERS, ids=lambda page: page.stem)
-def test_record_holds_what_the_page_declares(page, tmp_path):
-    reports = benchmarks(page, tmp_path)
+def test_record_holds_what_the_page_declares(page, declared):
+    reports = declared(page)
     assert reports, f"{page.name} runs no benchmark"
     for report in reports:
         path = RECORDS / f"{report.benchmark.plot_name}.json"
@@ -407,10 +419,11 @@ def test_record_holds_what_the_page_declares(page, tmp_path):
         assert sorted(points, key=str) == sorted(declared, key=str), where
 
 
-def test_every_record_belongs_to_a_page(tmp_path):
+@pytest.mark.xdist_group("declared")
+def test_every_record_belongs_to_a_page(declared):
     assert RECORDS.is_dir(), f"no records: `make record` on an H200 writes {RECORDS.relative_to(gallery.ROOT)}"
-    declared = {report.benchmark.plot_name for page in PAGES + CHAPTERS for report in benchmarks(page, tmp_path)}
-    assert {path.stem for path in RECORDS.glob("*.json")} == declared
+    names = {report.benchmark.plot_name for page in PAGES + CHAPTERS for report in declared(page)}
+    assert {path.stem for path in RECORDS.glob("*.json")} == names
 
 
 # --- a page that fails ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The samples that PyTorch tests its own operations on (OpInfo), through our functions and through torch's."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -194,7 +195,9 @@ def test_every_function_has_samples():
 def test_samples(op, dtype, device):
     n_run = n_refused = 0
     refusal = REFUSED.get(op.name)
-    for sample in samples(op, dtype, device):
+    # Every third is enough of 16 bits where the interpreter takes them one after another.
+    step = 3 if device.type == "cpu" and dtype in FLOATS[:2] else 1
+    for sample in itertools.islice(samples(op, dtype, device), None, None, step):
         if refusal and refusal.applies(sample):
             with pytest.raises(TypeError, match=refusal.message):
                 call(OURS[op.name], sample)

@@ -97,7 +97,7 @@ def check(op, x, dim=-1, dtype=None, dy=None):
 @DTYPES
 @PATHS
 def test_softmax_matches_torch(op, dtype, path, device):
-    for n_cols in SIZES[::3] if "parts" in path else SIZES:
+    for n_cols in SIZES[::3] if "parts" in path or dtype in (torch.bfloat16, torch.float64) else SIZES:
         x = torch.randn(3, n_cols, device=device).mul(3).to(dtype)
         check(op, lay(x, path), dy=lay(torch.randn(3, n_cols, device=device).to(dtype), path))
 

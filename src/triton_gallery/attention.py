@@ -778,7 +778,7 @@ def _attention_fwd(
     if out.numel() == 0:
         return out, lse
     q, k, v = _for_tma(q, k, v)
-    n_splits = _num_splits(q, k, v)
+    n_splits = _num_splits(q, k)
     if n_splits > 0:
         _launch_splits(q, k, v, out, lse, scale, lower, upper, n_splits)
         return out, lse
@@ -811,7 +811,7 @@ def _attention_fwd(
     return out, lse
 
 
-def _num_splits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+def _num_splits(q: torch.Tensor, k: torch.Tensor) -> int:
     """Among how many programs to share the keys of a head, where queries are few; 0 for the kernels of many queries.
 
     Few queries, as when a language model writes word after word, take no time but that of reading K and V. So heads
@@ -819,7 +819,9 @@ def _num_splits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """
     batch, n_heads, seq_q, _ = q.shape
     n_kv_heads, seq_k = k.shape[1:3]
-    if n_heads // n_kv_heads * seq_q > _MAX_SPLIT_QUERIES or q.dtype == torch.float64 or seq_k < 2 * _MIN_SPLIT_KEYS:
+    # Numbers of 32 bits meet without a matrix unit, in registers, which have no room for more than 16 queries.
+    most_queries = 16 if q.element_size() == 4 else _MAX_SPLIT_QUERIES
+    if n_heads // n_kv_heads * seq_q > most_queries or q.dtype == torch.float64 or seq_k < 2 * _MIN_SPLIT_KEYS:
         return 0
     n_places = 2 * num_multiprocessors(q.device)
     n_readers = batch * n_kv_heads
@@ -848,8 +850,10 @@ def _launch_splits(
     split_out = scratch((batch, n_heads, seq_q, n_splits, head_dim_v), torch.float32, q.device)
     split_max, split_sum = (scratch((batch, n_heads, seq_q, n_splits), torch.float32, q.device) for _ in range(2))
     block_m = max(16, next_power_of_2(group_size * seq_q))
-    # K and V of a step take 32 KiB, and two more steps are on their way; AMD's GPUs have 64 KiB for all.
-    block_n = max(16, min(128, 16 * 1024 // (max(block_d, block_dv) * k.element_size())))
+    # K and V of a step take 32 KiB, and two more steps are on their way; AMD's GPUs have 64 KiB for all. Of 32 bits no
+    # more than 32 keys, as above.
+    is_wide = k.element_size() == 4
+    block_n = max(16, min(32 if is_wide else 128, 16 * 1024 // (max(block_d, block_dv) * k.element_size())))
     launch(
         _attention_split_kernel,
         (batch * n_kv_heads * n_splits,),
@@ -858,7 +862,7 @@ def _launch_splits(
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align,
         PRECISION=_precision(q.dtype, align), STAGES=1 if is_amd(q.device) else 3,
-        num_warps=4 if block_m * block_dv <= 8192 else 8,
+        num_warps=8 if is_wide or block_m * block_dv > 8192 else 4,
     )  # fmt: skip
     launch(
         _attention_join_kernel,
@@ -1045,9 +1049,10 @@ def attention(
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
         products follow :func:`torch.set_float32_matmul_precision`. Memory beyond the outputs is one number a query for
-        the forward and two for the backward. To it come splits, where up to 64 queries share 512 keys or more and heads
-        are few or shared, as in decoding: several programs share the keys, and each needs room for a float32 copy of
-        the output. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on GPUs with TMA.
+        the forward and two for the backward. To it come splits, where up to 64 queries (16 in float32) share 512 keys
+        or more and heads are few or shared, as in decoding: several programs share the keys, and each needs room for a
+        float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on GPUs
+        with TMA.
 
         On Hopper, other 16-bit inputs of head_dim 64 or 128 (and the same head_dim_v) take kernels of their own, with
         no mask or the causal one from the top left. Their backward pass takes them where q has as many heads as k and
