@@ -6,6 +6,7 @@ import gzip
 import http.server
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,20 @@ KINDS = (
     "search.html",
 )
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+WIDTHS = (360, 1280)
+# What takes long is tried at each width, and in each theme, on one page of each kind, and by turns on the others.
+LOOKS = [(width, theme) for width in WIDTHS for theme in ("light", "dark")]
+
+
+def by_turns(choices: Sequence) -> list[tuple]:
+    """A choice for each page, and for a page of each kind all of them."""
+    return [
+        (name, choice)
+        for i, name in enumerate(PAGES or ["index.html"])
+        for choice in (choices if name in KINDS else [choices[i % len(choices)]])
+    ]
+
 
 each_page = pytest.mark.parametrize("page_name", PAGES or ["index.html"])
 each_kind = pytest.mark.parametrize("page_name", KINDS)
@@ -83,6 +98,11 @@ def open_page(browser, server):
     """Opens a page, by its name in the site or its address; ``page.problems`` lists what went wrong."""
     contexts = []
 
+    def failed(page, request):
+        # Whoever leaves a page takes back what it still waits for.
+        if request.failure != "net::ERR_ABORTED":
+            page.problems.append(f"{request.url}: {request.failure}")
+
     def open_page(name: str, width: int = 1280, theme: str = "light", before: str = "", **options):
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme, **options)
         contexts.append(context)
@@ -96,7 +116,7 @@ def open_page(browser, server):
         page.on("console", lambda message: message.type == "error" and page.problems.append(message.text))
         page.on("pageerror", lambda error: page.problems.append(str(error)))
         page.on("request", lambda request: page.requested.append(request.url))
-        page.on("requestfailed", lambda request: page.problems.append(f"{request.url}: {request.failure}"))
+        page.on("requestfailed", lambda request: failed(page, request))
         page.goto(name if "://" in name else server + name, wait_until="load")
         return page
 

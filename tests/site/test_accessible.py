@@ -7,29 +7,26 @@ import subprocess
 
 import pytest
 
-from conftest import CHROMIUM, PAGES, each_kind
+from conftest import CHROMIUM, LOOKS, PAGES, by_turns, each_kind
 
 RESULTS = "search.html?q=softmax"
 
 
-@pytest.mark.parametrize("page_name", [*PAGES, RESULTS])
-def test_axe_finds_nothing_serious(open_page, node_modules, page_name):
-    axe = (node_modules / "axe-core" / "axe.min.js").read_text()
-    for width in (360, 1280):
-        page = open_page(page_name, width=width)
-        if page_name == RESULTS:
-            page.locator("#search-results li p.context").first.wait_for()
-        page.evaluate(axe)
-        for theme in ("light", "dark"):
-            page.evaluate("theme => document.documentElement.dataset.mode = theme", theme)
-            found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
-            bad = [
-                f"{rule['id']}: {node['html'][:160]} {node['failureSummary']}"
-                for rule in found
-                for node in rule["nodes"][:3]
-                if rule["impact"] in ("serious", "critical")
-            ]
-            assert bad == [], f"at {width} pixels, {theme}"
+@pytest.mark.parametrize(("page_name", "look"), [*by_turns(LOOKS), *((RESULTS, look) for look in LOOKS)])
+def test_axe_finds_nothing_serious(open_page, node_modules, page_name, look):
+    width, theme = look
+    page = open_page(page_name, width=width, theme=theme)
+    if page_name == RESULTS:
+        page.locator("#search-results li p.context").first.wait_for()
+    page.evaluate((node_modules / "axe-core" / "axe.min.js").read_text())
+    found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+    bad = [
+        f"{rule['id']}: {node['html'][:160]} {node['failureSummary']}"
+        for rule in found
+        for node in rule["nodes"][:3]
+        if rule["impact"] in ("serious", "critical")
+    ]
+    assert bad == []
 
 
 TABBABLE = """() => [...document.querySelectorAll('a[href], button, input, summary, [tabindex="0"]')].filter(

@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image, ImageStat
 
-from conftest import PAGES, SITE, each_kind, each_page
+from conftest import PAGES, SITE, WIDTHS, by_turns, each_kind, each_page
 
 TUTORIAL = "getting-started/tutorials/02-fused-softmax.html"
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(20, 24, 29)"
@@ -95,13 +95,12 @@ WATCH = """
 """
 
 
-@each_page
-def test_nothing_moves_while_the_page_loads(open_page, page_name):
-    for width in (360, 1280):
-        page = open_page(page_name, width=width, before=WATCH)
-        page.wait_for_load_state("networkidle")
-        page.wait_for_timeout(200)
-        assert page.evaluate("window.moved") == [], f"at {width} pixels"
+@pytest.mark.parametrize(("page_name", "width"), by_turns(WIDTHS))
+def test_nothing_moves_while_the_page_loads(open_page, page_name, width):
+    page = open_page(page_name, width=width, before=WATCH)
+    page.wait_for_load_state("networkidle")
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.moved") == []
 
 
 def test_sections_stand_beside_the_text_where_there_is_room(open_page):
