@@ -89,6 +89,12 @@ def test_table_shows_ours_beside_the_best_peer_and_where_it_is_from(folder, buil
     assert 'href="#record-nvidia-h200-softmax-fp16"' in page and 'id="record-nvidia-h200-softmax-fp16"' in page
 
 
+def test_a_phone_shows_the_columns_names_beside_the_numbers():
+    style = (gallery.ROOT / "docs" / "_static" / "gallery.css").read_text(encoding="utf-8")
+    shown = re.findall(r'table\.results td:nth-child\((\d)\)::before \{\s*content: "(.*)"', style)
+    assert shown == [(str(i), name) for i, name in enumerate(measured._COLUMNS[1:], 2)]
+
+
 def test_table_names_what_it_does_not_know(folder, build):
     assert measured.NONE_YET not in build(TABLE, "records")[0]
     text = ".. measured-table::\n\n   softmax-fp16 at 8192\n   nope at 3\n"
