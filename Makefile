@@ -50,7 +50,7 @@ test: $(or $(INSTALLED),check-tests)  ## Run the tests
 test-site: $(or $(INSTALLED),check-tests)  ## Test the site that `make html` built, in a browser
 	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow" tests/site || $(PY) -m pytest -m "not slow" --last-failed tests/site
 
-audit: $(or $(INSTALLED),check-tests)  ## Rate the built site with Lighthouse, on a machine that does nothing else
+audit: $(or $(INSTALLED),check-tests)  ## Rate the built site with Lighthouse, on a machine that does nothing else, and compare it with a second build
 	$(PY) -m pytest -n 0 -m slow -s tests/site
 
 fuzz: $(or $(INSTALLED),check-tests)  ## Test on some thousand inputs that hypothesis makes up anew

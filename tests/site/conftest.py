@@ -6,7 +6,6 @@ import gzip
 import http.server
 import shutil
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,20 +23,6 @@ KINDS = (
     "search.html",
 )
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-WIDTHS = (360, 1280)
-# What takes long is tried at each width, and in each theme, on one page of each kind, and by turns on the others.
-LOOKS = [(width, theme) for width in WIDTHS for theme in ("light", "dark")]
-
-
-def by_turns(choices: Sequence) -> list[tuple]:
-    """A choice for each page, and for a page of each kind all of them."""
-    return [
-        (name, choice)
-        for i, name in enumerate(PAGES or ["index.html"])
-        for choice in (choices if name in KINDS else [choices[i % len(choices)]])
-    ]
-
 
 each_page = pytest.mark.parametrize("page_name", PAGES or ["index.html"])
 each_kind = pytest.mark.parametrize("page_name", KINDS)

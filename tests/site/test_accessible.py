@@ -7,12 +7,16 @@ import subprocess
 
 import pytest
 
-from conftest import CHROMIUM, LOOKS, PAGES, by_turns, each_kind
+from conftest import CHROMIUM, KINDS, PAGES, each_kind
 
 RESULTS = "search.html?q=softmax"
+LOOKS = [(width, theme) for width in (360, 1280) for theme in ("light", "dark")]
+# One page of each kind in all of them, the others in one, by turns.
+LOOKED_AT = [(name, look) for name in (*KINDS, RESULTS) for look in LOOKS]
+LOOKED_AT += [(name, LOOKS[i % len(LOOKS)]) for i, name in enumerate(PAGES) if name not in KINDS]
 
 
-@pytest.mark.parametrize(("page_name", "look"), [*by_turns(LOOKS), *((RESULTS, look) for look in LOOKS)])
+@pytest.mark.parametrize(("page_name", "look"), LOOKED_AT)
 def test_axe_finds_nothing_serious(open_page, node_modules, page_name, look):
     width, theme = look
     page = open_page(page_name, width=width, theme=theme)

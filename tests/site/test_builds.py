@@ -108,8 +108,8 @@ def test_packed_again_a_zip_depends_on_its_files_alone(tmp_path):
 MEASURED_TIME = re.compile(rb"\(\d+ minutes [\d.]+ seconds\)|^date +[\d-]+$", re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(not os.environ.get("CI"), reason="CI=1 asks for it, after `make clean html`")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="on a GPU a build measures")
 def test_two_builds_differ_in_measured_times_alone(site, checkout):
     done = sphinx(checkout)

@@ -56,15 +56,6 @@ def test_policy_is_strict_and_stands_before_what_it_rules(page_name):
     assert re.fullmatch(r"'self'( 'sha256-[\w+/]{43}=')*", policy["script-src"])
 
 
-@each_page
-def test_page_asks_nobody_else_and_breaks_no_rule(open_page, server, page_name):
-    page = open_page(page_name)
-    page.evaluate("document.querySelectorAll('img').forEach(img => img.loading = 'eager')")
-    page.wait_for_load_state("networkidle")
-    assert page.problems == []
-    assert page.requested and all(url.startswith((server, "data:")) for url in page.requested)
-
-
 def test_policy_stops_what_it_does_not_list(open_page):
     page = open_page("index.html")
     page.evaluate(

@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image, ImageStat
 
-from conftest import PAGES, SITE, WIDTHS, by_turns, each_kind, each_page
+from conftest import KINDS, PAGES, SITE, each_kind, each_page
 
 TUTORIAL = "getting-started/tutorials/02-fused-softmax.html"
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(20, 24, 29)"
@@ -79,13 +79,6 @@ def test_every_figure_is_an_svg_for_both_palettes(site):
 
 # --- wide and narrow --------------------------------------------------------------------------------------------------
 
-
-@each_page
-def test_page_fits_a_phone(open_page, page_name):
-    page = open_page(page_name, width=360)
-    assert page.evaluate("document.documentElement.scrollWidth") == 360
-
-
 WATCH = """
   window.moved = [];
   new PerformanceObserver(list => {
@@ -95,12 +88,25 @@ WATCH = """
 """
 
 
-@pytest.mark.parametrize(("page_name", "width"), by_turns(WIDTHS))
-def test_nothing_moves_while_the_page_loads(open_page, page_name, width):
+@pytest.mark.parametrize(("page_name", "width"), [*((name, 360) for name in PAGES), *((name, 1280) for name in KINDS)])
+def test_page_opens_well(open_page, server, page_name, width):
+    """It fits, nothing moves while it loads, it is light, it asks nobody else and breaks no rule of its policy."""
     page = open_page(page_name, width=width, before=WATCH)
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(200)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.evaluate("window.moved") == []
+    sizes = page.evaluate(
+        "performance.getEntries().filter(e => e.transferSize && !/\\.(svg|png)$/.test(e.name))"
+        ".map(e => [e.name.split('/').pop(), e.transferSize, e.decodedBodySize])"
+    )
+    assert len(sizes) >= 3 and not any(name.startswith(("fontawesome", "lato", "Roboto")) for name, _, _ in sizes)
+    sizes.sort(key=lambda entry: -entry[1])
+    assert sum(size for _, size, _ in sizes) < 500_000, sizes[:8]
+    page.evaluate("document.querySelectorAll('img').forEach(img => img.loading = 'eager')")
+    page.wait_for_load_state("networkidle")
+    assert page.problems == []
+    assert page.requested and all(url.startswith((server, "data:")) for url in page.requested)
 
 
 def test_sections_stand_beside_the_text_where_there_is_room(open_page):
@@ -157,18 +163,6 @@ def test_every_piece_of_code_can_be_copied(open_page):
 def test_names_in_a_tutorials_code_link_to_their_documentation(page_name):
     text = (SITE / page_name).read_text()
     assert re.search(r'<a class="sphx-glr-backref[^"]*" href="\.\./\.\./python-api/\w+\.html#triton_gallery\.', text)
-
-
-@each_page
-def test_page_is_light(open_page, page_name):
-    page = open_page(page_name)
-    sizes = page.evaluate(
-        "performance.getEntries().filter(e => e.transferSize && !/\\.(svg|png)$/.test(e.name))"
-        ".map(e => [e.name.split('/').pop(), e.transferSize, e.decodedBodySize])"
-    )
-    assert len(sizes) >= 3 and not any(name.startswith(("fontawesome", "lato", "Roboto")) for name, _, _ in sizes)
-    sizes.sort(key=lambda entry: -entry[1])
-    assert sum(size for _, size, _ in sizes) < 500_000, sizes[:8]
 
 
 @each_page
