@@ -257,8 +257,8 @@ except ValueError as error:
 # `measure` lets the GPU itself take the time between the start and the end of each of many calls, and gives the median
 # with the spread. While the GPU empties its cache for the next call, the host, the CPU that launches, gets ahead, and
 # its own time does not count. `Benchmark` declares the chart: a point for each of `x_vals`, and a curve for each
-# *provider*, that is whose addition it is. `limit="copy"` measures a copy beside them. In the table, shares of the
-# limit go from next to nothing to a little more than all of it; the section *What we saw* says why.
+# *provider*, that is whose addition it is. `limit="copy"` measures a copy beside them, which stands below the table.
+# Our share of it goes from next to nothing to a little more than all of it; the section *What we saw* says why.
 
 
 @tg.benchmark.perf_report(
@@ -413,12 +413,15 @@ ladder
 # launch takes longer than the work. To the right they part, by the bytes that they have under way. The loop levels off
 # early: it waits for each block before it asks for the next, so a longer vector means more trips, and not more on each.
 # At :math:`2^{24}` elements it moves :measured:`vector-add-ladder-fp32: one program, a loop at 16777216`. Blocks of 32
-# put every multiprocessor to work, but of four threads three have nothing to ask for, and 528 KiB under way are not
-# enough; they reach :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / limit at 268435456` of a copy's
-# rate at :math:`2^{28}` elements. With blocks of 1024 each thread has four wide loads under way, and memory itself is
-# the limit at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at 268435456`. (An
-# addition reads more than it writes, and reading is a little faster.) The final step brings no speed: what the library
-# adds to `my_add` happens before the launch.
+# put every multiprocessor to work, but of four threads three have nothing to ask for. 66 times as many bytes are under
+# way as in the loop, and the rate is
+# :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / one program, a loop at 16777216` the loop's: less
+# than that, since a program also has to start and to end, here for 32 elements. They reach
+# :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / limit at 268435456` of a copy's rate at
+# :math:`2^{28}` elements. With blocks of 1024 each thread has four wide loads under way, and memory itself is the limit
+# at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at 268435456`. (An addition reads
+# more than it writes, and reading is a little faster.) The final step brings no speed: what the library adds to
+# `my_add` happens before the launch.
 
 # %%
 # Under the roofline
@@ -471,9 +474,11 @@ print(report.summary())
 
 # %%
 # Small vectors are bound by neither memory nor arithmetic: a launch takes its time whatever the kernel does, so the
-# rate grows in proportion to the size. From some megabytes on, all providers approach the rate of a copy. They must:
-# they move the same bytes. A kernel this plain cannot win by computing less, and later pages win by moving less:
-# softmax, next, keeps in registers what torch's separate operations write to memory and read again.
+# rate grows in proportion to the size. From 64 MiB per tensor on, all providers approach the rate of a copy. They must:
+# they move the same bytes. (At :math:`2^{22}` elements `torch.compile` falls to
+# :measured:`vector-add-fp32: torch.compile at 4194304`, with a wide spread, so this is nothing that its kernel does.) A
+# kernel this plain cannot win by computing less, and later pages win by moving less: softmax, next, keeps in registers
+# what torch's separate operations write to memory and read again.
 #
 # On the GPU of the record, ours runs at :measured:`vector-add-fp32: triton_gallery / limit at 268435456` of the copy's
 # rate with 2²⁸ elements. (A sum reads two tensors and writes one, which suits this memory slightly better than a copy

@@ -462,9 +462,10 @@ print("chosen:", tuned_kernel.best_config.kwargs)
 #
 # `triton_gallery.matmul` takes the shapes that `torch.matmul` takes: vectors, batches that broadcast, any strides,
 # sizes of zero. It chooses the tile from the shape. A product with a vector uses no number of the matrix twice, so a
-# matrix unit would have nothing to do; it takes a small kernel of its own, which reads each number of the matrix once
-# and cuts the sums into parts where there are few. And `matmul` is differentiable, for which there is no new
-# kernel to write. With :math:`G` for the gradient that arrives,
+# matrix unit would have nothing to do; it takes a small kernel of its own, which reads each number of the matrix once.
+# Where there are too few sums for the whole GPU it cuts them into parts. (On Hopper a row of 16-bit numbers times a
+# matrix with dense, aligned rows takes the tiles below all the same, whose loads suit it better.) And `matmul` is
+# differentiable, for which there is no new kernel to write. With :math:`G` for the gradient that arrives,
 #
 # .. math:: \frac{\partial L}{\partial A} = G B^{\mathsf T} \qquad \frac{\partial L}{\partial B} = A^{\mathsf T} G
 #
@@ -543,7 +544,8 @@ torch.testing.assert_close(out, a @ b)
 # then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is
 # written in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are
 # those of this page. The library takes it on Hopper for numbers of 16 or 8 bits, if the product is neither small nor
-# thin, and the kernel above where Gluon is missing. For all else the third rung is there.
+# thin, and the kernel above where Gluon is missing. For all else the third rung is there, and for vectors the small
+# kernel from above.
 
 # %%
 # How close to the matrix unit's limit?
@@ -666,7 +668,7 @@ for name, tile, programs, group in (
     print(f"{name:34}{programs * tile / n_strips:11.0f}{tile / 2:10.0f}")
 
 # %%
-# This is the best that memory can see, with all running programs at the same step. It is not what holds the small tiles
+# These are the best cases, with all running programs at the same step. Memory is not what holds the small tiles
 # back: their programs share so much that each byte from memory serves more than a hundred operations already. It is the
 # second door: L2 is faster than memory, but not ten times as much. Large tiles widen that door, which no order of tiles
 # can do. The order works at the first one. There it is worth most where the door is narrow, with larger matrices, a
@@ -735,7 +737,7 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # %%
 # Follow the points from the left. The small ones lie far below the roof, held back by the launch and by too few tiles
 # to keep all multiprocessors busy; so does the first one behind the ridge. From there on the matrix unit is what limits
-# us. More intensity does not help any more, and a little less traffic would not be noticed.
+# us. More intensity does not help any more; the last point is even a little lower than the one before it.
 
 # %%
 # Most products are no squares
@@ -745,11 +747,13 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # as good as no bytes, and each number of the weights serves two operations per row: we are back on the slope, at an
 # intensity of about :math:`M`, and reading the weights at the rate of a copy is all that can be asked. A tile has at
 # least 16 rows, most of which compute nothing; that is free as long as memory is what we wait for. What counts is how
-# many bytes a multiprocessor has on its way. Up to 16 rows the library's tiles on Hopper are :math:`16 \times 64` and
-# walk along :math:`K` in four stages of 256 numbers, so that a program has 128 KiB of the weights under way at a time.
+# many bytes a multiprocessor has on its way. One row takes the small kernel for vectors, which has no tiles. From 2
+# to 16 rows the library's tiles on Hopper are :math:`16 \times 64` and walk along :math:`K` in four stages of 256
+# numbers, so that a program has 128 KiB of the weights under way at a time.
 #
 # Here a layer of 4096 outputs and 14336 inputs gets one row, then two, four and so on, and the rate is that of all
-# bytes. (4096 outputs are 64 such tiles, too few for the GPU, so :math:`K` is cut in two, as we do below the table.)
+# bytes. (From two rows on: 4096 outputs are 64 such tiles, too few for the GPU, so :math:`K` is cut in two, as we do
+# below the table.)
 
 
 @tg.benchmark.perf_report(
@@ -807,12 +811,13 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1
 # second kernel is launched while the first one still works, and waits on the GPU until it may read (*programmatic
 # dependent launch*): then no launch lies between the two.
 #
-# And then there are sizes like 4095. No second row of such a matrix begins at a multiple of 16 bytes, so TMA cannot
-# address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little longer:
-# that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. The result needs no copy. Its
-# tiles leave by ordinary stores, in which each warp writes along a row.
+# And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
+# cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
+# longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. The result needs no copy.
+# Its tiles leave by ordinary stores, in which each warp writes along a row.
 #
-# The last sweep is about the epilogue. It adds a bias and applies GELU, for which torch needs a kernel of its own.
+# The last sweep is about the epilogue. It adds a bias, which torch adds within its product, too, and applies GELU, for
+# which torch needs a second kernel.
 
 bias = torch.randn(8192, device=DEVICE).half()
 
@@ -943,14 +948,15 @@ for report in (report_fp16, report_bf16, report_fp8):
 
 # %%
 # Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred multiprocessors,
-# and each walks along :math:`K` in a handful of steps. In the middle, the steps in the curve are *waves*. When 132
-# multiprocessors have 144 tiles to compute, 120 of them wait in the second round for the other 12. The choice of tile
-# works against that, and cannot always win; cuBLAS chooses among many more tiles than we do. At 1536³, which is 144
-# tiles of 128 × 128, our rate is :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's, at 1024³
-# :measured:`matmul-fp16: triton_gallery / torch at 1024`.
+# and each walks along :math:`K` in a handful of steps. In the middle *waves* matter: when 132 multiprocessors have 144
+# tiles to compute, 120 of them wait in the second round for the other 12. At 1536³ there would be 144 tiles of
+# 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
+# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. At 1024³ one round needs small tiles of 64 × 128, and
+# it is :measured:`matmul-fp16: triton_gallery / torch at 1024`. cuBLAS chooses among many more tiles than we do.
 #
-# Large products are limited by the matrix unit and by the power it may draw. There is little left to gain, and a good
-# kernel and a very good library meet. Our rate over torch's is
+# Large products are limited by the matrix unit and by the power it may draw. There torch is ahead at every size in
+# float16, by most at 3072³, where we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate over
+# torch's is
 #
 # - :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³ and
 #   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³ in float16
@@ -959,31 +965,35 @@ for report in (report_fp16, report_bf16, report_fp8):
 # - :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096` and
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` in float8
 #
-# The limit line is the fastest of many runs of torch's own product. Clocks change from run to run, so that no median
-# reaches it.
+# The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, so that no
+# median reaches it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
 #
-# A thin product runs at the rate of its weight, ours at :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of
-# torch's rate for one row; the lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`.
-# For one row this is :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of a copy's rate. But that is the copy
-# of a gibibyte. 117 MB are read so quickly that what does not grow with them counts: the launch, the first loads, the
-# sum of the parts.
+# The time of a thin product is that of reading its weight. Up to 64 rows we are ahead of torch, at
+# :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of its rate for one row and
+# :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
+# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic counts. One row reaches
+# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of a copy's rate. But that is the copy of a gibibyte. 117 MB
+# are read so quickly that what does not grow with them counts: the launch and the first loads. From two rows on there
+# is also the sum of the parts, and it is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
 #
 # With a long :math:`K` torch is ahead. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of
 # torch's rate at the end of the sweep, and at worst at
-# :measured:`matmul-long-fp16: triton_gallery / torch at worst`. The parts go to memory in float32 and come back, which
-# is a high price for so little work. With :math:`K = 1024`, which is not cut, it is
+# :measured:`matmul-long-fp16: triton_gallery / torch at worst`. From 2048 on :math:`K` is cut: the parts go to memory
+# in float32 and come back, and up to 16384 the tiles are smaller than 128 × 128, so that fewer parts will do. What each
+# of these costs we have not measured. With :math:`K = 1024`, which is not cut, it is
 # :measured:`matmul-long-fp16: triton_gallery / torch at 1024`.
 #
-# With odd sides the copies pay at all sizes of the sweep: at 511³ our rate is
-# :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
-# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, from 2047 on, and is a little
-# ahead there: we reach :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` of its rate at 4095³.
+# With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
+# our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
+# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, but in this sweep from 4095
+# on. At 2047³ our rate is :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 2047` its rate. Where it pads
+# it is ahead: we reach :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` at 4095³ and
+# :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 8191` at 8191³.
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
-# other one at 1024³, where a launch counts. In larger products they save a trip to memory and cost the matrix unit a
-# pause, since warps that compute an epilogue do not multiply. At 4096³ it is
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`, at 8192³
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`.
+# other one at 1024³, where a launch counts. In larger products the trip that they save makes up a part of what the
+# product alone is behind. At 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`, and at 8192³
+# at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`; the best other one is `torch.compile` at both.
 
 # %%
 # Break it: forget the short group
@@ -1050,7 +1060,7 @@ for tiles_m, tiles_n, group in ((10, 7, 8), (9, 9, 4), (1, 5, 8), (3, 11, 2)):
 # 2. Add the row sums of the result to `tiled_kernel`, as a second output. Each program knows only its own columns: how
 #    do the parts come together? (Hint: a first version may write one column of partial sums per column of tiles, and
 #    let torch add them up. Why is this better than an atomic addition, if results have to repeat?)
-# 3. For :math:`M = 1` the intensity is about one operation per byte, and tiles of 64 rows waste 63 of them. Write the
+# 3. For :math:`M = 1` the intensity is about one operation per byte, and a tile of 16 rows wastes 15 of them. Write the
 #    kernel as a sum over a block of :math:`K \times N`, without `tl.dot`, and count its bytes. (Hint:
 #    `tl.sum(a[:, None] * b, axis=0)`.)
 

@@ -402,13 +402,15 @@ ladder.plot()
 ladder
 
 # %%
-# The first two versions are held back by their bytes, as the list says. The third moves no byte in vain and falls short
-# of a copy all the same, at :measured:`dropout-ladder-fp16: a call for one / limit at 268435456` of its rate: some
-# sixty instructions are more than a GPU gets done while four bytes arrive. From here on the bytes stay as they are, and
-# the instructions become fewer, with a quarter of the calls
-# (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an eighth
-# (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the bytes, a
-# further step has nothing to gain, and there we stop.
+# Their bytes leave the first two versions at most what the list says. They reach
+# :measured:`dropout-ladder-fp16: steps in torch / limit at 268435456` and
+# :measured:`dropout-ladder-fp16: stored mask / limit at 268435456` of a copy's rate: torch's kernels take longer than
+# their bytes do. The third moves no byte in vain and falls short of a copy all the same, at
+# :measured:`dropout-ladder-fp16: a call for one / limit at 268435456` of its rate: some sixty instructions are more
+# than a GPU gets done while four bytes arrive. From here on the bytes stay as they are, and the instructions become
+# fewer, with a quarter of the calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an
+# eighth (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the
+# bytes, a further step has nothing to gain, and there we stop.
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
 # times, the second three times, and the last three once.
@@ -573,10 +575,12 @@ for each in (report_fp32, report_fp16, report_both):
     print(each.summary())
 
 # %%
-# In float32 a mask is one byte in nine, in float16 one in five, so storing none pays more the narrower the type is.
-# The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32, and drawing one
-# number per call instead of eight would make this kernel compute-bound. With 65536 elements the launch is all there is
-# to see, and we run at :measured:`dropout-fp32: triton_gallery / torch at 65536` of torch's rate; with 2²⁸ we reach
+# In float32 a mask is one byte in nine, in float16 one in five, so storing none pays more the narrower the type is. (It
+# is not all that torch lacks: its kernel is at :measured:`dropout-fp32: torch / limit at 268435456` and
+# :measured:`dropout-fp16: torch / limit at 268435456` of a copy, where the mask would leave eight ninths and four
+# fifths.) The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32, and drawing
+# one number per call instead of eight would make this kernel compute-bound. With 65536 elements the launch is all there
+# is to see, and we run at :measured:`dropout-fp32: triton_gallery / torch at 65536` of torch's rate; with 2²⁸ we reach
 # :measured:`dropout-fp32: triton_gallery / torch at 268435456` of it in float32 and
 # :measured:`dropout-fp16: triton_gallery / torch at 268435456` in float16. In float32 that is
 # :measured:`dropout-fp32: triton_gallery / limit at 268435456` of a copy, in float16
