@@ -53,7 +53,7 @@ test-site: $(or $(INSTALLED),check-tests)  ## Test the site that `make html` bui
 audit: $(or $(INSTALLED),check-tests)  ## Rate the built site with Lighthouse, on a machine that does nothing else, and compare it with a second build
 	$(PY) -m pytest -n 0 -m slow -s tests/site
 
-fuzz: $(or $(INSTALLED),check-tests)  ## Test on some thousand inputs that hypothesis makes up anew
+fuzz: $(or $(INSTALLED),check-tests)  ## Test on some thousand inputs that hypothesis makes up anew, and run what else takes long
 	$(PY) -m pytest -n auto --dist loadgroup -m slow --ignore tests/site
 
 test-triton: $(or $(INSTALLED),check-tests)  ## Compile every kernel with another Triton: make test-triton TRITON=3.9.0

@@ -75,12 +75,13 @@ def test_pages_are_numbered_from_one():
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-# As a notebook and in `make html` every page runs at each change; as a script the others do in `make fuzz`.
-@pytest.mark.parametrize(
-    "page",
-    [PAGES[0], *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:])],
-    ids=[page.stem for page in PAGES],
-)
+def these(*pages: Path):
+    """Each page: these at every change, the others in `make fuzz`. As pages of the site all run at every change."""
+    params = [pytest.param(page, marks=[] if page in pages else pytest.mark.slow) for page in PAGES]
+    return pytest.mark.parametrize("page", params, ids=[page.stem for page in PAGES])
+
+
+@these(PAGES[0])
 def test_page_runs_as_a_script(page, tmp_path):
     script = generated(page, tmp_path)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -114,7 +115,7 @@ def installed(tmp_path_factory) -> Path:
     return python
 
 
-@each_page
+@these(PAGES[0], PAGES[-1])
 def test_page_runs_as_a_notebook_where_the_package_is_installed(page, installed, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
