@@ -981,11 +981,12 @@ reports["bwd", 64, True]
 # A lane is a query: `lanes // seq_q` says of which head of the group, `lanes % seq_q` at which position. The tile has
 # 16 lanes at least, the fewest that a matrix unit takes, and 4 queries fill a quarter of it.
 #
-# The library takes this way for up to 64 queries in a group and 512 keys or more. How many splits are best depends on
-# how full the last round of programs is, which `_num_splits` estimates. Where heads share nothing and are many, more
-# than 66 on an H200, there are no splits: the kernel for many queries has enough programs then, and that most of its
-# tile is empty costs nothing beside reading the keys. In the sweep, 32 heads of queries share 8 or 32 heads of keys,
-# with head dimension 128. What counts is the bytes of :math:`K` and :math:`V`, each once.
+# The library takes this way for up to 64 queries in a group (16 in float32, whose exact products take registers and no
+# matrix unit) and 512 keys or more. How many splits are best depends on how full the last round of programs is, which
+# `_num_splits` estimates. Where heads share nothing and are many, more than 66 on an H200, there are no splits: the
+# kernel for many queries has enough programs then, and that most of its tile is empty costs nothing beside reading the
+# keys. In the sweep, 32 heads of queries share 8 or 32 heads of keys, with head dimension 128. What counts is the bytes
+# of :math:`K` and :math:`V`, each once.
 
 
 @tg.benchmark.perf_report(

@@ -180,7 +180,9 @@ def test_kernels_for_hopper_of_any_lengths(seq_q, seq_k, is_causal, head_dim, de
 def test_splits_of_the_keys(n_splits, dtype, seq_q, group, head_dim, head_dim_v, device, monkeypatch):
     monkeypatch.setattr(module, "_num_splits", lambda *args: n_splits)
     q, k, v = inputs((2, 2 * group, seq_q, head_dim), (2, 2, 150, head_dim), dtype, device, head_dim_v)
-    for kwargs in list(MASKS.values())[: None if dtype == torch.float32 and head_dim < 100 else 1]:
+    # In the interpreter, all masks with the small tiles of one dtype.
+    has_time = device.type != "cpu" or (dtype == torch.float32 and head_dim < 100)
+    for kwargs in list(MASKS.values())[: None if has_time else 1]:
         mask = allowed(seq_q, 150, **kwargs, device=device)
         out, lse = tg.attention(q, k, v, enable_gqa=True, return_lse=True, **kwargs)
         exact, exact_lse = materialised(q.double(), k.double(), v.double(), mask)

@@ -819,7 +819,7 @@ def _num_splits(q: torch.Tensor, k: torch.Tensor) -> int:
     """
     batch, n_heads, seq_q, _ = q.shape
     n_kv_heads, seq_k = k.shape[1:3]
-    # Numbers of 32 bits meet without a matrix unit, in registers, which have no room for more than 16 queries.
+    # Exact products of 32-bit numbers take registers and no matrix unit; there is no room for more than 16 queries.
     most_queries = 16 if q.element_size() == 4 else _MAX_SPLIT_QUERIES
     if n_heads // n_kv_heads * seq_q > most_queries or q.dtype == torch.float64 or seq_k < 2 * _MIN_SPLIT_KEYS:
         return 0
