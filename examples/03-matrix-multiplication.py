@@ -277,10 +277,13 @@ for group in (1, 8):
 # --------------------------------
 #
 # The third rung is the kernel that `triton_gallery.matmul` has for every GPU. It adds what a library needs: any
-# strides, a batch, 64-bit offsets, a bias and an activation. The loop in its middle is still ours.
+# strides, a batch, 64-bit offsets, a bias and an activation. The loop in its middle is still ours. Two helpers come
+# first. One multiplies two tiles as `tl.dot` does, and float32 in a way of its own, which a later section explains.
 
 from triton.language.extra.cuda import gdc_launch_dependents
 
+# quote: triton_gallery._dot._three_bf16
+# quote: triton_gallery._dot.dot
 # quote: triton_gallery.matmul._activate
 # quote: triton_gallery.matmul._matmul_kernel
 
@@ -385,10 +388,10 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   that addresses follow each other, and a remainder hides that. If :math:`M` is a multiple of 16, which the launcher
 #   says with `ALIGN_M`, runs of 16 stay whole.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
-# - `acc = tl.dot(a, b, acc, ...)` adds onto the sums in place. `INPUT_PRECISION` is about float32 alone: "ieee"
-#   multiplies it as it is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs
-#   to 10 bits of mantissa first. `MAX_NUM_IMPRECISE_ACC` is about float8 alone: after so many products, sums that the
-#   matrix unit keeps with fewer bits are added to those in float32.
+# - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
+#   is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs to 10 bits of
+#   mantissa first. `MAX_NUM_IMPRECISE_ACC` is about float8 alone: after so many products, sums that the matrix unit
+#   keeps with fewer bits are added to those in float32.
 # - The loop has no barrier and no mention of shared memory. The compiler puts `num_stages` tiles there in advance, so
 #   that the copies for the next rounds are under way while the matrix unit works on this one. More stages hide more of
 #   the memory's latency, and take room from larger tiles. `num_stages` is a matter of the launch, as `num_warps` is;
@@ -578,11 +581,11 @@ def sweep(dtype, name):
             args={"dtype": dtype},
         ),
         title=f"Product of two square matrices, {str(dtype).removeprefix('torch.')}",
-        limit=f"matmul-{name}",
+        limit=None if name == "fp32" else f"matmul-{name}",
         rounds=3,
     )
     def bench_matmul(n, dtype, provider):
-        a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.float16).to(dtype) for _ in "ab")
+        a, b = (torch.randn(n, n, device=DEVICE).to(dtype) for _ in "ab")
         torch_matmul = torch.matmul
         if dtype == torch.float8_e4m3fn:
             b = b.T  # the matrix unit reads float8 only along K
@@ -913,6 +916,65 @@ reports["matmul-gelu-fp16"].plot()
 # %%
 
 reports["matmul-gelu-fp16"]
+
+# %%
+# Float32 on a matrix unit that takes 16 bits
+# -------------------------------------------
+#
+# float32 is what PyTorch's tensors begin as, and the matrix unit does not multiply it. It rounds it to TensorFloat-32,
+# with 10 bits of mantissa in place of 23, which torch allows only where one asks for it. The other way goes number by
+# number, through the units that also add and compare, at a fraction of the matrix unit's rate.
+#
+# There is a third way. A float32 number is exactly the sum of three bfloat16 numbers: the first 8 bits of its
+# significand, the next 8 and the last 8, each with an exponent of its own. `_three_bf16` takes them apart.
+
+import math
+
+x = torch.tensor([math.pi, 1e-3, -7e30], device=DEVICE)
+parts, rest = [], x
+for _ in range(3):
+    part = (rest.view(torch.int32) & -65536).view(torch.float32)  # the sign, the exponent and the first bits
+    assert torch.equal(part.bfloat16().float(), part)
+    parts.append(part)
+    rest = rest - part
+print(*(f"{part[0].item():+.10f}" for part in parts), "make", f"{sum(parts)[0].item():.10f}")
+assert torch.equal(sum(parts), x)
+
+# %%
+# A product of two such sums has nine terms. With :math:`x_0` the largest part of :math:`x`, and each part some 256
+# times as large as the next,
+#
+# .. math:: x y \approx x_0 y_0 + (x_0 y_1 + x_1 y_0) + (x_0 y_2 + x_1 y_1 + x_2 y_0)
+#
+# leaves out three terms, of about :math:`2^{-24} x y` and less. That is no more than what rounding one product takes.
+# So six products of bfloat16 tiles make one of float32 (*bf16x6*). Each is exact, the unit adds them in float32, and
+# `dot` begins with the smallest. Six products at the rate of bfloat16 are quicker than one without the matrix unit.
+#
+# The sums need care. The matrix unit cuts off what a sum of 24 bits has no room for, where other units round, and a
+# long row of cut sums drifts. So `dot` lets it add along one block of :math:`K` and adds the blocks up outside. And an
+# infinite number has parts as well: infinity, 0 and 0. In the small terms, :math:`0 \cdot \infty` makes NaN, which are
+# dropped there, since the largest term knows what the result is.
+#
+# On Hopper the library multiplies float32 like this, unless TensorFloat-32 is allowed. How exact is it? We compare with
+# float64, and with torch, which multiplies number by number:
+
+a, b = torch.randn(2, 256, 256, device=DEVICE)
+exact = a.double() @ b.double()
+for name, out in (("triton_gallery", tg.matmul(a, b)), ("torch", a @ b)):
+    error = (out - exact).abs().max() / exact.abs().max()
+    print(f"{name + ':':15} the largest error is {error.item():.1e} of the largest sum")
+
+# %%
+# Without a GPU both go number by number. On an H200 our error was smaller than torch's: fewer sums are rounded. Numbers
+# below :math:`10^{-33}` are an exception, as their smallest parts would be below what bfloat16 can hold; of those fewer
+# bits count. The sweep is that of the other dtypes, against torch in the same setting:
+
+report_fp32 = sweep(torch.float32, "fp32")
+report_fp32.plot()
+
+# %%
+
+report_fp32
 
 # %%
 # What the compiler made of it

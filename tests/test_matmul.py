@@ -231,9 +231,10 @@ def test_matmul_reaches_beyond_32_bit_offsets():
 
 
 def test_configs_are_few():
-    for wide, itemsize in itertools.product((False, True), (1, 2, 4, 8)):
+    for wide, itemsize, is_bf16x6 in itertools.product((False, True), (1, 2, 4, 8), (False, True)):
         configs = {
-            tuple(_config(M, 4096, 1, itemsize, wide, torch.device("cpu")).values()) for M in (*range(1, 300), 4096)
+            tuple(_config(M, 4096, 1, itemsize, wide, is_bf16x6, torch.device("meta")).values())
+            for M in (*range(1, 300), 4096)
         }
         assert len(configs) <= 3
 
@@ -465,6 +466,32 @@ def test_float32_uses_fewer_bits_only_when_asked(float32_precision):
     assert error[None] == error["highest"] < 1e-3
     if torch.version.hip is None:
         assert error["highest"] < error["high"] / 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(
+    "sizes", [(17, 1000, 64), (8, 1024, 512), (640, 16, 333), (512, 512, 8192), (1001, 999, 1003), (1536, 1600, 640)]
+)
+def test_float32_is_as_accurate_whatever_the_plan(sizes, layout, float32_precision):
+    float32_precision("highest")
+    M, N, K = sizes
+    a = random(M, K) if layout[0] == "n" else random(K, M).t()
+    b = random(K, N) if layout[1] == "n" else random(N, K).t()
+    assert_matches_torch(a, b)
+    assert_matches_torch(a.expand(2, M, K), b, random(N) * K**0.5, "gelu")
+    assert torch.equal(tg.matmul(a, b), tg.matmul(a, b))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, torch.finfo(torch.float32).max])
+def test_float32_keeps_all_its_bits(size, float32_precision):
+    float32_precision("highest")
+    x = (torch.rand(64, 64, device=DEVICE) * size).clamp(max=torch.finfo(torch.float32).max)
+    x[0, 0] = size
+    one = torch.eye(64, device=DEVICE)
+    assert torch.equal(tg.matmul(x, one), x) and torch.equal(tg.matmul(-one, x), -x)
+    whole = torch.randint(-1000, 1000, (64, 64), device=DEVICE).float()
+    assert torch.equal(tg.matmul(whole, whole).double(), whole.double() @ whole.double())
 
 
 @pytest.mark.parametrize("precision", [None, *PRECISIONS])

@@ -9,12 +9,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import hopper
 from ._arguments import FLOATS, allows_tf32, autocast, check_same_device, check_tensor, is_transformed, needs_autograd
+from ._dot import dot, dot_precision
 from ._launch import (
     broadcast,
     cdiv,
     collapse,
     cuda_arch,
-    is_amd,
     is_hopper,
     launch,
     next_power_of_2,
@@ -125,7 +125,10 @@ def _matmul_kernel(
             # 0 adds nothing to the sum over k.
             a = tl.load(a_ptrs, mask=offs_k[None, :] < K - k, other=0.0)
             b = tl.load(b_ptrs, mask=offs_k[:, None] < K - k, other=0.0)
-        acc = tl.dot(a, b, acc, INPUT_PRECISION, max_num_imprecise_acc=MAX_NUM_IMPRECISE_ACC, out_dtype=ACC_DTYPE)
+        if MAX_NUM_IMPRECISE_ACC is None:
+            acc = dot(a, b, acc, INPUT_PRECISION)
+        else:
+            acc = tl.dot(a, b, acc, max_num_imprecise_acc=MAX_NUM_IMPRECISE_ACC)
         a_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_ak
         b_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_bk
 
@@ -228,11 +231,22 @@ def _matvec_join_kernel(
     _store_activated(sums, bias_ptr, out_ptr, pre_ptr, batch * M + rows, rows * stride_bias, rows < M, ACTIVATION)
 
 
-def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: torch.device) -> dict[str, int]:
+def _config(
+    M: int, N: int, n_matrices: int, itemsize: int, wide: bool, is_bf16x6: bool, device: torch.device
+) -> dict[str, int]:
     """Block sizes, warps and stages: few choices, so that many shapes mean few compilations.
 
-    `wide` says that loads of 16 bytes are possible, in which one address serves several elements.
+    `wide` says that loads of 16 bytes are possible, in which one address serves several elements, and `is_bf16x6` that
+    the matrix unit multiplies float32 in that way.
     """
+    if is_bf16x6:
+        if min(M, N) <= 16:
+            block_m, block_n = (16, 32) if M <= N else (32, 16)
+            return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=4)
+        if wide and n_matrices * cdiv(M, 128) * cdiv(N, 128) >= num_multiprocessors(device):
+            return dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3)
+        block_k = 32 if wide else 16
+        return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=3)
     if wide:
         # 64 bytes of K in each row of a tile. The tiles in flight then fit into 64 KiB, the least shared memory there
         # is among the GPUs that Triton knows.
@@ -258,6 +272,29 @@ def loads_are_wide(x: torch.Tensor) -> bool:
     inner = -1 if x.stride(-1) == 1 else -2
     other = -3 - inner
     return x.stride(inner) == 1 and x.shape[inner] % 16 == 0 and x.stride(other) % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def _pays_to_copy(a: torch.Tensor, b: torch.Tensor, way: str) -> bool:
+    """Whether float32 matrices whose rows, along K, can be read 16 bytes at a time save more time than copies take."""
+    (M, K), N = a.shape[-2:], b.shape[-1]
+    if a.dim() > 2 or b.dim() > 2 or min(M, N) <= 16 or M * N * K < 2**23:
+        return False
+    if way == "tf32":  # the matrix unit takes no other rows
+        return not (a.stride(-1) == 1 and b.stride(-2) == 1 and loads_are_wide(a) and loads_are_wide(b))
+    return way == "bf16x6" and not (loads_are_wide(a) and loads_are_wide(b))
+
+
+def _num_parts(M: int, N: int, K: int, batch: tuple, device: torch.device) -> int:
+    """In how many parts to sum over a long K, so that few tiles keep the whole GPU busy."""
+    n_tiles = cdiv(M, 64) * cdiv(N, 64)
+    n_parts = 1
+    if batch[0] == (1,) and min(M, N) > 16:
+        # Long parts are worth several programs in each multiprocessor.
+        while K % (1024 * n_parts) == 0 and n_parts * n_tiles <= num_multiprocessors(device) * (
+            2 if K // n_parts >= 4096 else 1
+        ):
+            n_parts *= 2
+    return n_parts
 
 
 def _result_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -325,6 +362,12 @@ def _multiply(
         raise ValueError("matmul: a and b must not be float8_e4m3fn on NVIDIA GPUs before compute capability 8.9")
     if out.numel() == 0:
         return
+    reduced = _is_reduced(a.dtype, precision)
+    way = dot_precision(a, reduced)
+    is_bf16x6 = way == "bf16x6"
+    if is_hopper(a.device) and _pays_to_copy(a, b, way):
+        zero_padded = hopper.load("matmul_plan").zero_padded
+        a, b = zero_padded(a), zero_padded(b.mT).mT
     batch_shape = out.shape[:-2]
     if batch_shape:
         batch_strides = (x.expand(*batch_shape, *x.shape[-2:]).stride()[:-2] for x in (a, b))
@@ -337,11 +380,18 @@ def _multiply(
     if out.shape[-1] == 1 or (out.shape[-2] == 1 and not reads_rows):
         _multiply_vector(a, b, bias, activation, out, pre, batch)
         return
-    reduced = _is_reduced(a.dtype, precision)
     if has_hopper_kernels:
         hopper.load("matmul_plan").multiply(a, b, bias, out, pre, activation, reduced, batch)
     else:
-        launch_tiles(a, b, bias, out, pre, activation, batch, reduced)
+        n_parts = _num_parts(*out.shape[-2:], a.shape[-1], batch, a.device) if is_bf16x6 else 1
+
+        def multiply(*args):
+            launch_tiles(*args, reduced)
+
+        if n_parts == 1:
+            multiply(a, b, bias, out, pre, activation, batch)
+        else:
+            hopper.load("matmul_plan").in_parts(multiply, n_parts, 1, a, b, bias, out, pre, activation, batch)
 
 
 def _multiply_vector(
@@ -418,7 +468,8 @@ def launch_tiles(
     n_matrices = out.numel() // (M * N)
     if config is None:
         wide = loads_are_wide(a) and loads_are_wide(b)
-        config = _config(M, N, n_matrices, a.element_size(), wide, a.device)
+        is_bf16x6 = dot_precision(a, reduced) == "bf16x6"
+        config = _config(M, N, n_matrices, a.element_size(), wide, is_bf16x6, a.device)
     launch(
         _matmul_kernel,
         (n_matrices * cdiv(M, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"]),),
@@ -430,7 +481,7 @@ def launch_tiles(
         ALIGN_M=16 if a.stride(-2) == 1 and M % 16 == 0 else 1,
         ACTIVATION=activation,
         PDL="PDL" in pdl(a.device),
-        INPUT_PRECISION="tf32" if reduced and a.dtype == torch.float32 and not is_amd(a.device) else "ieee",
+        INPUT_PRECISION=dot_precision(a, reduced),
         # Hopper's matrix unit keeps sums of float8 products in fewer than 24 bits: add 128 at a time in float32.
         MAX_NUM_IMPRECISE_ACC=min(128, config["BLOCK_K"]) if a.dtype in _FLOAT8 and not reduced else None,
     )  # fmt: skip
@@ -517,7 +568,7 @@ def matmul(
         bias: added to every row: shape (N,), (1,) or (), in the dtype of the result.
         activation: None, "relu", "gelu" (with the error function, not the approximation by tanh), "silu" or
             "leaky_relu" (slope 0.01).
-        precision: "highest" multiplies float32 numbers as they are; "high" and "medium" let the GPU round them to
+        precision: "highest" multiplies all bits of float32 numbers; "high" and "medium" let the GPU round them to
             TensorFloat-32, which has 10 bits of mantissa. None follows torch's setting, by
             :func:`torch.set_float32_matmul_precision` or ``torch.backends.cuda.matmul.fp32_precision``. For float8,
             "high" and "medium" let the matrix unit keep its sums with fewer bits; None means "highest". The other
@@ -538,8 +589,10 @@ def matmul(
         store the values before the activation as well; the other activations are differentiated from the result.
         Gradients of any order are matrix products by the same kernels. Where a sum is cut into parts, as for small
         results of long sums, each part needs room for a copy of the result in the dtype of the sums, and on Hopper
-        16-bit matrices whose rows are no multiples of 16 bytes are copied first where that is quicker. Under
-        :class:`torch.autocast` a, b and bias are cast as torch casts them. AMD GPUs multiply float32 as it is.
+        16-bit and float32 matrices whose rows are no multiples of 16 bytes are copied first where that is quicker.
+        Under :class:`torch.autocast` a, b and bias are cast as torch casts them. AMD GPUs multiply float32 as it is.
+        Hopper, for "highest", takes each number apart into three of bfloat16 and adds up the six products that float32
+        can show; of numbers below 1e-33 fewer bits count.
 
     Example:
         >>> import torch, triton_gallery

@@ -96,22 +96,24 @@ def _sum_parts(
 # that cannot be read or written 16 bytes at a time.
 @triton.jit(do_not_specialize=["x_row_stride", "out_row_stride"])
 def _copy_rows_kernel(
-    x_ptr,  # (n_rows, n_cols)
+    x_ptr,  # (n_rows, n_x_cols)
     out_ptr,  # (n_rows, n_cols)
     n_rows,
     n_cols,
+    n_x_cols,
     x_row_stride,
     x_col_stride,
     out_row_stride,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Program i copies the i-th tile, row by row, to a matrix whose rows lie elsewhere."""
+    """Program i copies the i-th tile, row by row, to a matrix whose rows lie elsewhere, and have zeros where x ends."""
     tiles_n = tl.cdiv(n_cols, BLOCK_COLS)
     rows = tl.program_id(0) // tiles_n * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
     cols = tl.program_id(0) % tiles_n * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     mask = (rows < n_rows) & (cols < n_cols)
-    x = tl.load(x_ptr + rows * x_row_stride + cols.to(tl.int64) * x_col_stride, mask=mask)
+    x_ptrs = x_ptr + rows * x_row_stride + cols.to(tl.int64) * x_col_stride
+    x = tl.load(x_ptrs, mask=mask & (cols < n_x_cols), other=0.0)
     tl.store(out_ptr + rows * out_row_stride + cols, x, mask=mask)
 
 
@@ -120,7 +122,8 @@ def _copy_rows(x: torch.Tensor, out: torch.Tensor) -> None:
     launch(
         _copy_rows_kernel,
         (cdiv(n_rows, 8) * cdiv(n_cols, 256),),
-        x, out, n_rows, n_cols, *x.stride()[-2:], out.stride(-2), BLOCK_ROWS=8, BLOCK_COLS=256, num_warps=4,
+        x, out, n_rows, n_cols, x.shape[-1], *x.stride()[-2:], out.stride(-2),
+        BLOCK_ROWS=8, BLOCK_COLS=256, num_warps=4,
     )  # fmt: skip
 
 
@@ -212,6 +215,14 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     n_rows, n_cols = x.shape[-2:]
     step = 128 // x.element_size()
     padded = scratch((n_rows, cdiv(n_cols, step) * step), x.dtype, x.device)[:, :n_cols]
+    _copy_rows(x, padded)
+    return padded
+
+
+def zero_padded(x: torch.Tensor) -> torch.Tensor:
+    """A dense copy of a matrix, with zeros up to a number of columns that every block divides."""
+    n_rows, n_cols = x.shape
+    padded = scratch((n_rows, cdiv(n_cols, 64) * 64), x.dtype, x.device)
     _copy_rows(x, padded)
     return padded
 
