@@ -92,6 +92,24 @@ def test_kernels_for_one_gpu_count_and_those_of_another_operation_do_not(tmp_pat
     assert digests(tmp_path, benchmark="softmaxes") == digests(tmp_path, benchmark="nothing")
 
 
+def test_what_kernels_import_counts_as_theirs(tmp_path):
+    module = MODULE.replace("import torch\n", "from ._shared import double, host\n", 1).replace("x + 1", "double(x)")
+    shared = (
+        "from ._deeper import two\n\n\n@triton.jit\ndef double(x):\n    return x * two\n\n\ndef host():\n    return 1\n"
+    )
+    (tmp_path / "_shared.py").write_text(shared)
+    (tmp_path / "_deeper.py").write_text("two = 2\nthree = 3\n")
+    before = digests(tmp_path, module)
+    (tmp_path / "_shared.py").write_text(shared.replace("return 1", "return 2"))
+    (tmp_path / "_deeper.py").write_text("two = 2\nthree = 4\n")
+    assert digests(tmp_path, module) == before
+    (tmp_path / "_deeper.py").write_text("two = 2.0\nthree = 3\n")
+    assert digests(tmp_path, module)["kernels"] != before["kernels"]
+    (tmp_path / "_deeper.py").write_text("two = 2\nthree = 3\n")
+    (tmp_path / "_shared.py").write_text(shared.replace("x * two", "x + x"))
+    assert digests(tmp_path, module)["kernels"] != before["kernels"]
+
+
 @pytest.mark.parametrize(
     "benchmark",
     ["vector-add-fp32", "softmax-fp16", "matmul-fp8", "dropout-fp16", "layer-norm-bwd-fp16", "attention-fwd"],

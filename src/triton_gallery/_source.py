@@ -16,21 +16,40 @@ def kernel_digests(benchmark: str, package: Path = Path(__file__).parent) -> dic
     """Of the operation that a benchmark measures: "kernels", with all constants, and "launch", what is around them.
 
     "layer-norm-fwd-fp16" measures ``layer_norm.py``, and what begins with ``layer_norm`` in folders like ``hopper/``.
+    What their kernels import from other files of the package counts as theirs.
     """
     stems = {path: path.stem.replace("_", "-") for path in sorted(package.glob("**/*.py"))}
     operations = [stem for path, stem in stems.items() if path.parent == package and _begins(benchmark, stem)]
     operation = max(operations, key=len, default=None)
     kernels, launch = [], []
     for path in (path for path, stem in stems.items() if operation and _begins(stem, operation)):
-        definitions = _definitions(ast.parse(path.read_text(encoding="utf-8")))
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        definitions = _definitions(module)
         named = {name for name, nodes in definitions.items() if any(map(_is_kernel, nodes))}
         constants = {name for name, nodes in definitions.items() if all(map(_is_constant, nodes))}
         launchers = {name for name, nodes in definitions.items() if any(_launches(node, named) for node in nodes)}
         around = _closure(definitions, launchers) - named - constants
         place = path.relative_to(package).as_posix()
-        kernels.append([place, _text(definitions, _closure(definitions, named) | constants)])
+        needed = _closure(definitions, named)
+        kernels.append([place, _text(definitions, needed | constants), _imported(path, module, definitions, needed)])
         launch.append([place, _text(definitions, around)])
     return {"kernels": _hash(kernels), "launch": _hash(launch)}
+
+
+def _imported(path: Path, module: ast.Module, definitions: dict[str, list[ast.stmt]], named: set[str]) -> list:
+    """The text of all that the definitions `named` take from other files of the package."""
+    used = set().union(*(_names_in(node) for name in named for node in definitions[name]))
+    texts = []
+    for node in module.body:
+        if isinstance(node, ast.ImportFrom) and node.level and node.module:
+            source = path.parents[node.level - 1].joinpath(*node.module.split(".")).with_suffix(".py")
+            names = {alias.name for alias in node.names if (alias.asname or alias.name) in used}
+            if names and source.exists():
+                other = ast.parse(source.read_text(encoding="utf-8"))
+                found = _definitions(other)
+                needed = _closure(found, names)
+                texts.append([node.module, _text(found, needed), _imported(source, other, found, needed)])
+    return texts
 
 
 def function_digest(source: str, name: str) -> str | None:
