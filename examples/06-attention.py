@@ -315,7 +315,10 @@ plt.show()
 # are. (The four strides of a tensor arrive as a tuple.) A few names belong to features that we do not need yet: with
 # `USE_TMA` a hardware unit copies whole tiles, as on page three, `PRECISION` says how to multiply float32, `ALIGN`
 # promises that strides are multiples of it, and `group_size` heads of queries share a head of keys (here it is 1).
+# `dot` is `tl.dot` but for float32, which page three takes apart.
 
+# quote: triton_gallery._dot._three_bf16
+# quote: triton_gallery._dot.dot
 # quote: triton_gallery.attention._tile_and_head
 # quote: triton_gallery.attention._tile_ptrs
 # quote: triton_gallery.attention._load_tile
@@ -376,7 +379,7 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 #   positive; `tg.attention` turns a negative one into a negative :math:`Q`.
 # - `p.to(v_tile.dtype)` narrows the probabilities to what the matrix unit takes. They lie between 0 and 1. `acc`
 #   and `row_sum` remain in float32, or float64 if the inputs are.
-# - `tl.dot(p, v_tile, acc * rescale[:, None])` is step four for :math:`a`. The rescaling is a product for each number
+# - `dot(p, v_tile, acc * rescale[:, None], ...)` is step four for :math:`a`. The rescaling is a product for each number
 #   of `acc`, not for each score, so the wider the tile of keys, the less it weighs.
 # - `other=0.0` in `_load_tile`: padded columns of :math:`Q` and :math:`K` add 0 to a score. Padded rows of :math:`V`
 #   meet probabilities of 0, but 0 times whatever lies in memory may be NaN, so they have to be 0 as well.
@@ -665,9 +668,9 @@ except ValueError as error:
 # ----------------------------------------------------------
 #
 # The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H200, the library has a
-# second pair. They serve what most models train with: float16 or bfloat16, a head dimension of 64 or 128, no window,
-# and for the backward pass as many heads of keys as of queries. Where that does not hold, the kernels above stay in
-# charge. Both pairs compute the same formulas. What changes is who waits for whom.
+# second pair. They serve what most models train with: float16 or bfloat16, with any mask that leaves each query a key,
+# and in the backward pass a head dimension from 17 to 128. Where that does not hold, the kernels above stay in charge.
+# Both pairs compute the same formulas. What changes is who waits for whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
@@ -683,9 +686,12 @@ except ValueError as error:
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
 #   own product.
-# - Here the keys are walked from the diagonal backwards. Query 0 stands at key 0, and tiles of queries divide those of
-#   keys, so only the first tile of a walk can need a mask. (Other alignments and windows take the first kernel.) It
-#   holds at least one key that is allowed to each query, so the reference is finite from the start.
+# - Here the keys are walked from the diagonal backwards. Where query 0 stands at key 0, tiles of queries divide those
+#   of keys, and only the first tile of a walk can need a mask. It holds at least one key that is allowed to each query,
+#   so the reference is finite from the start. Other alignments and windows are compiled as another kernel from the same
+#   source, which walks from the upper limit to the lower one, with masks at both ends and a finite start.
+# - A tile of a head dimension like 80 is one of 128, whose last columns are zeros. The tensor memory accelerator fills
+#   them in: it knows where a row of the tensor ends. Three sizes of tiles, of 64, 128 and 256 columns, serve all.
 # - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
 #   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
 #
@@ -960,6 +966,163 @@ reports["bwd", 64, True].plot()
 reports["bwd", 64, True]
 
 # %%
+# Other head dimensions, windows, float32
+# ---------------------------------------
+#
+# Head dimensions between powers of two pay for the columns of zeros. Here are 4 sequences of 4096 positions, causal,
+# and as many heads as make a width of about 2048. The operations count without the zeros:
+
+
+def bench_head_dims(head_dim, direction, provider):
+    return bench_causal(4, round(2048 / head_dim), 4096, head_dim, torch.float16, direction, provider)
+
+
+def bench_causal(batch, n_heads, seq_len, head_dim, dtype, direction, provider):
+    shape = (batch, n_heads, seq_len, head_dim)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=direction == "bwd") for _ in "qkv")
+    attention, backend = torch.nn.functional.scaled_dot_product_attention, contextlib.nullcontext()
+    if provider == "triton_gallery":
+        attention = tg.attention
+    elif provider in BACKENDS:
+        backend = torch.nn.attention.sdpa_kernel(BACKENDS[provider])
+    flops = 2 * batch * n_heads * seq_len**2 * head_dim
+    with backend:
+        if direction == "fwd":
+            return tg.benchmark.tflops(flops, tg.benchmark.measure(lambda: attention(q, k, v, is_causal=True)))
+        out = attention(q, k, v, is_causal=True)
+    dout = torch.randn_like(out)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    return tg.benchmark.tflops(2.5 * flops, times)
+
+
+def head_dims(direction, name):
+    return tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["head_dim"],
+            x_vals=[16, 32, 48, 64, 80, 96, 128, 160, 192, 256],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", *BACKENDS],
+            line_names=["triton_gallery", *BACKENDS],
+            xlabel="head dimension",
+            ylabel="TFLOP/s",
+            plot_name=f"attention-{direction}-head-dims-fp16",
+            args={"direction": direction},
+        ),
+        title=f"Attention {name}, causal, 4096 positions, float16",
+        limit="matmul-fp16",
+        rounds=2,
+    )(bench_head_dims)
+
+
+report_head_dims = head_dims("fwd", "forward").run()
+report_head_dims.plot()
+
+# %%
+
+report_head_dims
+
+# %%
+# The backward pass has kernels for Hopper up to head dimension 128:
+
+report_head_dims_bwd = head_dims("bwd", "backward").run()
+report_head_dims_bwd.plot()
+
+# %%
+
+report_head_dims_bwd
+
+# %%
+# Next, a window: 16 heads of 16384 positions, where a query sees itself and so many keys before it. torch's attention
+# would need the mask in memory. Its FlexAttention takes a function in the place of a mask, compiles it into a kernel
+# and skips the tiles that the mask leaves empty. The operations count for allowed pairs alone.
+
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+flex = torch.compile(flex_attention, dynamic=False)
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["window"],
+        x_vals=[128, 256, 512, 1024, 2048, 4096, 8192],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "FlexAttention"],
+        line_names=["triton_gallery", "FlexAttention"],
+        xlabel="keys before its own that a query sees",
+        ylabel="TFLOP/s",
+        plot_name="attention-window-fp16",
+        args={},
+    ),
+    title="Attention forward with a window, 16384 positions, head dimension 128, float16",
+    limit="matmul-fp16",
+    rounds=2,
+)
+def bench_window(window, provider):
+    S = 16384
+    q, k, v = (torch.randn(1, 16, S, 128, device=DEVICE, dtype=torch.float16) for _ in "qkv")
+    if provider == "triton_gallery":
+        times = tg.benchmark.measure(lambda: tg.attention(q, k, v, window=(window, 0)))
+    else:
+        mask = create_block_mask(lambda b, h, i, j: (j <= i) & (i - j <= window), None, None, S, S, device=DEVICE)
+        times = tg.benchmark.measure(lambda: flex(q, k, v, block_mask=mask))
+    n_pairs = (window + 1) * S - window * (window + 1) // 2
+    return tg.benchmark.tflops(4 * 16 * n_pairs * 128, times)
+
+
+report_window = bench_window.run()
+report_window.plot()
+
+# %%
+
+report_window
+
+# %%
+# And float32, in the setting that torch begins with, without TensorFloat-32. cuDNN and FlashAttention-2 do not take it,
+# so torch chooses among what it has. Both passes have head dimension 64 and 32 heads:
+
+
+def float32_sweep(direction, name):
+    return tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["seq_len"],
+            x_vals=[512, 1024, 2048, 4096],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", "torch"],
+            line_names=["triton_gallery", "torch"],
+            xlabel="sequence length",
+            ylabel="TFLOP/s",
+            plot_name=f"attention-{direction}-causal-fp32",
+            args={"direction": direction},
+        ),
+        title=f"Attention {name}, causal, head dimension 64, float32",
+        rounds=2,
+    )(bench_float32)
+
+
+def bench_float32(seq_len, direction, provider):
+    return bench_causal(4096 // seq_len, 32, seq_len, 64, torch.float32, direction, provider)
+
+
+report_fp32 = float32_sweep("fwd", "forward").run()
+report_fp32.plot()
+
+# %%
+
+report_fp32
+
+# %%
+
+report_fp32_bwd = float32_sweep("bwd", "backward").run()
+report_fp32_bwd.plot()
+
+# %%
+
+report_fp32_bwd
+
+# %%
 # One query, all keys
 # -------------------
 #
@@ -981,8 +1144,8 @@ reports["bwd", 64, True]
 # A lane is a query: `lanes // seq_q` says of which head of the group, `lanes % seq_q` at which position. The tile has
 # 16 lanes at least, the fewest that a matrix unit takes, and 4 queries fill a quarter of it.
 #
-# The library takes this way for up to 64 queries in a group (16 in float32, whose exact products take registers and no
-# matrix unit) and 512 keys or more. How many splits are best depends on how full the last round of programs is, which
+# The library takes this way for up to 64 queries in a group (16 in float32, whose products take more registers) and 512
+# keys or more. How many splits are best depends on how full the last round of programs is, which
 # `_num_splits` estimates. Where heads share nothing and are many, more than 66 on an H200, there are no splits: the
 # kernel for many queries has enough programs then, and that most of its tile is empty costs nothing beside reading the
 # keys. In the sweep, 32 heads of queries share 8 or 32 heads of keys, with head dimension 128. What counts is the bytes

@@ -59,6 +59,7 @@ CALLS = [
     (tg.matmul, [random(65, 129), random(129, 33)]),
     (tg.matmul, [random(65, 128), random(128, 48)]),
     (tg.matmul, [random(3, 65, 129, dtype=F32), random(129, 33, dtype=F32)]),
+    (tg.matmul, [random(600, 700, dtype=F32), random(700, 650, dtype=F32)]),
     (lambda a, b, c: tg.matmul(a, b, bias=c, activation="gelu"), [random(255, 130), random(130, 129), random(129)]),
     # No gradients for this one, which torch would compute from the result: initcheck does not see what TMA writes.
     (lambda a, b: tg.matmul(a.detach(), b.detach(), activation="relu"), [random(2048, 192), random(192, 1600)]),
@@ -78,6 +79,8 @@ CALLS = [
     *(attention(256, 256, d, is_causal=causal) for d in (64, 128) for causal in (False, True)),
     *(attention(300, 333, d, is_causal=causal) for d in (64, 128) for causal in (False, True)),
     attention(300, 333, 128, heads=(4, 2), return_lse=False, causal_alignment="bottom-right", is_causal=True),
+    attention(300, 333, 100, heads=(4, 2), window=(90, 5)),
+    attention(300, 200, 256, window=(90, None)),
 ]
 
 
@@ -86,6 +89,9 @@ CALLS = [
 attention_module = importlib.import_module("triton_gallery.attention")
 empty_as = attention_module._empty_as
 attention_module._empty_as = lambda *args: empty_as(*args).zero_()
+for name in ("attention_forward", "attention_backward"):
+    if (module := tg.hopper.load(name)) is not None:
+        module.padded = lambda x: _launch.padded(x).zero_()
 if (plan := tg.hopper.load("matmul_plan")) is not None:
     plan.scratch = lambda *args: _launch.scratch(*args).zero_()
 _replay._empty_strided = None  # calls that are replayed take the function below instead

@@ -169,6 +169,28 @@ def test_kernels_for_hopper_of_any_lengths(seq_q, seq_k, is_causal, head_dim, de
     check(q, k[:, :2], v[:, :2], is_causal=is_causal)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", [(5, 5), (24, 24), (64, 100), (80, 80), (192, 128), (200, 200), (256, 256)])
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window": (40, 7)}], ids=str)
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(129, 257), (300, 290), (640, 640)])
+def test_kernels_for_hopper_of_any_head_dim(head_dims, kwargs, seq_q, seq_k, device):
+    torch.use_deterministic_algorithms(False)
+    head_dim, head_dim_v = head_dims
+    q, k, v = inputs((1, 4, seq_q, head_dim), (1, 2, seq_k, head_dim), torch.bfloat16, device, head_dim_v)
+    check(q, k, v, **kwargs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [(0, 3), (1, 0), (63, 0), (64, 64), (200, 0), (129, 300), (None, 5), (300, None)])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 700), (700, 700), (513, 450)])
+def test_kernels_for_hopper_of_any_window(head_dim, window, seq_q, seq_k, device):
+    torch.use_deterministic_algorithms(False)
+    q, k, v = inputs((1, 2, seq_q, head_dim), (1, 2, seq_k, head_dim), torch.float16, device)
+    check(q, k, v, window=window)
+    check(q, k, v, window=window, causal_alignment="bottom-right")
+
+
 # --- few queries: the keys are split among programs ---
 
 

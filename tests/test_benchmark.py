@@ -386,6 +386,16 @@ def test_outdated_figures_are_shown_nowhere(parts, words):
     plt.close("all")
 
 
+def test_what_kernels_import_belongs_to_them():
+    record, digests = make_record(), _source.kernel_digests("attention-fwd-fp16")
+    record["text"] = {"kernels": digests["kernels"], "launch": digests["launch"], "benchmark": "0123456789abcdef"}
+    assert benchmark._changed(record, digests) == set()  # an older record does not know
+    record["text"]["imports"] = digests["imports"]
+    assert benchmark._changed(record, digests) == set()
+    record["text"]["imports"] = "0" * 16
+    assert benchmark._changed(record, digests) == {"kernels"}
+
+
 def test_figures_are_shown_with_a_note_when_only_the_launch_changed():
     report = benchmark.Report(make_record(), changed=frozenset(["launch"]))
     assert report.quote("triton_gallery", None, "4096") == "3122 GB/s" and "3,300" in report._repr_html_()

@@ -104,21 +104,21 @@ def test_what_kernels_import_counts_as_theirs(tmp_path):
     (tmp_path / "_deeper.py").write_text("two = 2\nthree = 4\n")
     assert digests(tmp_path, module) == before
     (tmp_path / "_deeper.py").write_text("two = 2.0\nthree = 3\n")
-    assert digests(tmp_path, module)["kernels"] != before["kernels"]
+    assert digests(tmp_path, module)["imports"] != before["imports"]
     (tmp_path / "_deeper.py").write_text("two = 2\nthree = 3\n")
     (tmp_path / "_shared.py").write_text(shared.replace("x * two", "x + x"))
-    assert digests(tmp_path, module)["kernels"] != before["kernels"]
+    assert digests(tmp_path, module)["imports"] != before["imports"]
 
 
 @pytest.mark.parametrize(
-    "benchmark",
+    "name",
     ["vector-add-fp32", "softmax-fp16", "matmul-fp8", "dropout-fp16", "layer-norm-bwd-fp16", "attention-fwd"],
 )
-def test_every_operation_has_its_own_digest(benchmark):
-    found = _source.kernel_digests(benchmark)
+def test_every_operation_has_its_own_digest(name):
+    found = _source.kernel_digests(name)
     nothing, other = _source.kernel_digests("nothing"), _source.kernel_digests("softmax-fp16")
-    assert all(found[part] != nothing[part] for part in found)
-    assert (found == other) == (benchmark == "softmax-fp16")
+    assert all(found[part] != nothing[part] for part in nothing)
+    assert (found == other) == (name == "softmax-fp16")
 
 
 PAGE = """

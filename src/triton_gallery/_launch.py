@@ -212,6 +212,12 @@ def table(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """Memory shaped as x, whose rows begin at multiples of 16 bytes, as TMA wants them."""
+    row = cdiv(x.shape[-1] * x.element_size(), 16) * 16 // x.element_size()
+    return x.new_empty(*x.shape[:-1], row)[..., : x.shape[-1]]
+
+
 # Arguments of `descriptor` without the tensor -> the attributes of a descriptor made from them.
 _descriptors: dict[tuple, dict] = {}
 # What Triton specializes on in a descriptor -> a number for it.

@@ -16,12 +16,12 @@ def kernel_digests(benchmark: str, package: Path = Path(__file__).parent) -> dic
     """Of the operation that a benchmark measures: "kernels", with all constants, and "launch", what is around them.
 
     "layer-norm-fwd-fp16" measures ``layer_norm.py``, and what begins with ``layer_norm`` in folders like ``hopper/``.
-    What their kernels import from other files of the package counts as theirs.
+    Where their kernels use other files of the package, there is a digest "imports" of what they take from those.
     """
     stems = {path: path.stem.replace("_", "-") for path in sorted(package.glob("**/*.py"))}
     operations = [stem for path, stem in stems.items() if path.parent == package and _begins(benchmark, stem)]
     operation = max(operations, key=len, default=None)
-    kernels, launch = [], []
+    kernels, launch, imports = [], [], []
     for path in (path for path, stem in stems.items() if operation and _begins(stem, operation)):
         module = ast.parse(path.read_text(encoding="utf-8"))
         definitions = _definitions(module)
@@ -31,9 +31,10 @@ def kernel_digests(benchmark: str, package: Path = Path(__file__).parent) -> dic
         around = _closure(definitions, launchers) - named - constants
         place = path.relative_to(package).as_posix()
         needed = _closure(definitions, named)
-        kernels.append([place, _text(definitions, needed | constants), _imported(path, module, definitions, needed)])
+        kernels.append([place, _text(definitions, needed | constants)])
+        imports += _imported(path, module, definitions, needed)
         launch.append([place, _text(definitions, around)])
-    return {"kernels": _hash(kernels), "launch": _hash(launch)}
+    return {"kernels": _hash(kernels), "launch": _hash(launch)} | ({"imports": _hash(imports)} if imports else {})
 
 
 def _imported(path: Path, module: ast.Module, definitions: dict[str, list[ast.stmt]], named: set[str]) -> list:
@@ -48,7 +49,7 @@ def _imported(path: Path, module: ast.Module, definitions: dict[str, list[ast.st
                 other = ast.parse(source.read_text(encoding="utf-8"))
                 found = _definitions(other)
                 needed = _closure(found, names)
-                texts.append([node.module, _text(found, needed), _imported(source, other, found, needed)])
+                texts.append([node.module, _text(found, needed), *_imported(source, other, found, needed)])
     return texts
 
 

@@ -9,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper
 from ._arguments import allows_tf32, autocast, check_same_device, check_tensor, is_transformed, needs_autograd
+from ._dot import dot, dot_precision
 from ._launch import (
     cdiv,
     cuda_arch,
@@ -18,6 +19,7 @@ from ._launch import (
     launch,
     next_power_of_2,
     num_multiprocessors,
+    padded,
     scratch,
 )
 from ._registration import apply, batch_first, differentiable, operator
@@ -229,7 +231,7 @@ def _attention_fwd_kernel(
             k_tile = _load_tile(
                 k, k_strides, batch, kv_head, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN, USE_TMA
             )
-            s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+            s = dot(q_tile, k_tile.T, None, PRECISION)
             if part != 1:
                 cols = start_n + tl.arange(0, BLOCK_N)
                 s = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER), s, float("-inf"))
@@ -245,9 +247,7 @@ def _attention_fwd_kernel(
             v_tile = _load_tile(
                 v, v_strides, batch, kv_head, start_n, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, USE_TMA
             )
-            acc = tl.dot(
-                p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION, out_dtype=acc.dtype
-            )
+            acc = dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], PRECISION)
 
     # A row with no allowed key has summed nothing: its output is 0, its lse is log(0) = -inf.
     empty = row_sum == 0.0
@@ -321,7 +321,7 @@ def _attention_split_kernel(
     for tile in tl.range(first, tl.minimum(first + n_tiles, end), num_stages=STAGES):
         start_n = tile * BLOCK_N
         k_tile = _load_tile(k_ptr, k_strides, batch, kv_head, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN, False)
-        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        s = dot(q_tile, k_tile.T, None, PRECISION)
         allowed = _is_allowed(rows, start_n + tl.arange(0, BLOCK_N), lower, upper, seq_k, HAS_LOWER, HAS_UPPER)
         s = tl.where(allowed, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
@@ -332,7 +332,7 @@ def _attention_split_kernel(
         v_tile = _load_tile(
             v_ptr, v_strides, batch, kv_head, start_n, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, False
         )
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        acc = dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], PRECISION)
 
     offsets = (batch_kv_head.to(tl.int64) * (group_size * seq_q) + lanes) * n_splits + split
     mask = lanes < group_size * seq_q
@@ -507,7 +507,7 @@ def _attention_bwd_dkdv_kernel(
                 )
                 lse_tile = _load_statistics(lse_log2, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
                 # Keys along the first axis: p and ds then already lie as the products for dv and dk need them.
-                s = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+                s = dot(k_tile, q_tile.T, None, PRECISION)
                 p = tl.exp2(s * scale_log2 - lse_tile[None, :])
                 if part != 1:
                     rows = start_m + tl.arange(0, BLOCK_M)
@@ -517,11 +517,11 @@ def _attention_bwd_dkdv_kernel(
                 dout_tile = _load_tile(
                     dout, dout_strides, batch, head, start_m, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, USE_TMA
                 )
-                dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION, out_dtype=dv.dtype)
-                dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)
+                dv = dot(p.to(dout_tile.dtype), dout_tile, dv, PRECISION)
+                dp = dot(v_tile, dout_tile.T, None, PRECISION)
                 delta_tile = _load_statistics(delta, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
                 ds = p * (dp - delta_tile[None, :])
-                dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+                dk = dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
 
     dk *= tl.full((), scale, STATS_DTYPE)
     _store_tile(dk_ptr, dk, dk_strides, batch, kv_head, start, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN)
@@ -596,14 +596,14 @@ def _attention_bwd_dq_kernel(
             v_tile = _load_tile(
                 v, v_strides, batch, kv_head, start_n, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, USE_TMA
             )
-            s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-            dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)
+            s = dot(q_tile, k_tile.T, None, PRECISION)
+            dp = dot(dout_tile, v_tile.T, None, PRECISION)
             p = tl.exp2(s * scale_log2 - lse_tile[:, None])
             if part != 1:
                 cols = start_n + tl.arange(0, BLOCK_N)
                 p = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER), p, 0.0)
             ds = p * (dp - delta_tile[:, None])
-            dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
+            dq = dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
     dq *= tl.full((), scale, STATS_DTYPE)
     _store_tile(dq_ptr, dq, dq_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGN)
 
@@ -617,7 +617,7 @@ _TILES = {
     "16-bit, Hopper": {
         64: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
         128: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
-        256: {"fwd": (128, 64, 8, 2), "dkdv": (32, 64, 8, 2), "dq": (64, 64, 8, 2)},
+        256: {"fwd": (128, 64, 8, 2), "dkdv": (64, 64, 8, 2), "dq": (128, 32, 8, 3)},
     },
     "16-bit, Blackwell": {  # accumulators live in tensor memory, which has no room for two of head_dim 256
         64: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
@@ -638,6 +638,16 @@ _TILES = {
         64: {"fwd": (64, 32, 8, 1), "dkdv": (64, 32, 8, 1), "dq": (64, 32, 8, 1)},
         128: {"fwd": (32, 32, 8, 1), "dkdv": (32, 32, 8, 1), "dq": (16, 32, 8, 1)},
         256: {"fwd": (16, 32, 8, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 32, 8, 1)},
+    },
+    # Fewer than 64 rows, and so no instructions that read an operand from shared memory by themselves: where six
+    # products take the place of one, Triton 3.6 was seen to let those read past their tiles (compute-sanitizer:
+    # out-of-range shared address; without it, wrong numbers).
+    "float32, Hopper": {
+        16: {"fwd": (32, 32, 4, 2), "dkdv": (32, 32, 2, 1), "dq": (32, 32, 4, 1)},
+        32: {"fwd": (32, 32, 4, 2), "dkdv": (32, 32, 2, 1), "dq": (16, 64, 4, 1)},
+        64: {"fwd": (32, 64, 4, 2), "dkdv": (64, 32, 4, 1), "dq": (32, 64, 4, 1)},
+        128: {"fwd": (32, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
+        256: {"fwd": (32, 32, 4, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 32, 8, 1)},
     },
     "float32, AMD": {  # with 8 warps a thread would have half the registers
         128: {"fwd": (64, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
@@ -662,6 +672,8 @@ def _config(kernel: str, block_d: int, dtype: torch.dtype, device: torch.device,
         arch = cuda_arch(device)
         if is_amd(device):
             kind += ", AMD"
+        elif dtype == torch.float32 and arch == 90:
+            kind += ", Hopper"
         elif use_tma and arch < 120:
             # Only for descriptors: pointers take the registers that these larger tiles need. 120 is a Blackwell without
             # tensor memory, and with the shared memory of older consumer GPUs.
@@ -702,13 +714,7 @@ def _for_tma(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not is_hopper(tensors[0].device) or tensors[0].element_size() != 2:
         return tensors
 
-    def copy(x):
-        if x.numel() == 0 or _use_tma(x):
-            return x
-        padded = x.new_empty(*x.shape[:-1], cdiv(x.shape[-1], 8) * 8)[..., : x.shape[-1]]
-        return padded.copy_(x)
-
-    return tuple(copy(x) for x in tensors)
+    return tuple(x if x.numel() == 0 or _use_tma(x) else padded(x).copy_(x) for x in tensors)
 
 
 def _descriptor(x: torch.Tensor, *block: int) -> TensorDescriptor:
@@ -732,20 +738,17 @@ def _clamp(seq_q: int, seq_k: int, lower: int | None, upper: int | None) -> tupl
     return tuple(0 if limit is None else max(-seq_q, min(limit, seq_k)) for limit in (lower, upper))
 
 
-def _precision(dtype: torch.dtype, align: int) -> str:
-    """float32 products are exact to their rounding, unless torch's settings allow TF32.
-
-    TF32 is left to rows that are 16-byte aligned, for the reason that `_for_tma` gives.
-    """
-    return "tf32" if dtype == torch.float32 and align == 4 and allows_tf32() else "ieee"
+def _precision(x: torch.Tensor, align: int) -> str:
+    """What torch's settings ask of float32 products; TF32 is left to aligned rows, for the reason at `_for_tma`."""
+    return dot_precision(x, reduced=align == 4 and allows_tf32())
 
 
 def _fits_hopper(q, k, v, scale: float, lower: int | None, upper: int | None) -> bool:
-    """Whether the kernels for sm_90 can take over: no mask or torch's causal one, and inputs that they support."""
-    if lower is not None or upper not in (None, 0) or not is_hopper(q.device):
+    """Whether the kernels for sm_90 can take over."""
+    if not is_hopper(q.device):
         return False
     forward = hopper.load("attention_forward")
-    return forward is not None and forward.supports(q, k, v, scale)
+    return forward is not None and forward.supports(q, k, v, scale, lower, upper)
 
 
 def _empty_as(x: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -783,7 +786,7 @@ def _attention_fwd(
         _launch_splits(q, k, v, out, lse, scale, lower, upper, n_splits)
         return out, lse
     if _fits_hopper(q, k, v, scale, lower, upper):
-        hopper.load("attention_forward").forward(q, k, v, out, lse, upper == 0, scale)
+        hopper.load("attention_forward").forward(q, k, v, out, lse, lower, upper, scale)
         return out, lse
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_k, head_dim_v = v.shape
@@ -805,7 +808,7 @@ def _attention_fwd(
         _heads_per_section(batch * n_heads, seq_k, (head_dim + head_dim_v) * k.element_size()),
         q.stride(), k.stride(), v.stride(), out.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype, align),
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q, align),
         **config,
     )  # fmt: skip
     return out, lse
@@ -819,7 +822,7 @@ def _num_splits(q: torch.Tensor, k: torch.Tensor) -> int:
     """
     batch, n_heads, seq_q, _ = q.shape
     n_kv_heads, seq_k = k.shape[1:3]
-    # Exact products of 32-bit numbers take registers and no matrix unit; there is no room for more than 16 queries.
+    # Products of 32-bit numbers take more registers; there is no room for more than 16 queries.
     most_queries = 16 if q.element_size() == 4 else _MAX_SPLIT_QUERIES
     if n_heads // n_kv_heads * seq_q > most_queries or q.dtype == torch.float64 or seq_k < 2 * _MIN_SPLIT_KEYS:
         return 0
@@ -861,7 +864,7 @@ def _launch_splits(
         *_clamp(seq_q, seq_k, lower, upper), q.stride(), k.stride(), v.stride(), scale,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align,
-        PRECISION=_precision(q.dtype, align), STAGES=1 if is_amd(q.device) else 3,
+        PRECISION=_precision(q, align), STAGES=1 if is_amd(q.device) else 3,
         num_warps=8 if is_wide or block_m * block_dv > 8192 else 4,
     )  # fmt: skip
     launch(
@@ -892,28 +895,27 @@ def _attention_bwd(
     lse = lse.contiguous()
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_k, head_dim_v = v.shape
+    q, k, v, dout = _for_tma(q, k, v, dout)
     if (
         _fits_hopper(q, k, v, scale, lower, upper)
+        and 16 < max(head_dim, head_dim_v) <= 128
         and dlse is None
-        and n_heads == n_kv_heads
-        and not (upper == 0 and seq_k > seq_q)
         # It sums dQ in no fixed order.
         and not torch.are_deterministic_algorithms_enabled()
     ):
-        hopper.load("attention_backward").backward(dout, q, k, v, out, lse, dq, dk, dv, upper == 0, scale)
+        hopper.load("attention_backward").backward(dout, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv
     if dout.stride(-1) != 1:
         # The gradient of a sum is one number with strides 0: a copy lets the kernels load whole rows.
         dout = dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
-    q, k, v, dout = _for_tma(q, k, v, dout)
     align = _alignment(q, k, v, out, dout, dq, dk, dv)
     use_tma = _use_tma(q, k, v, dout)
     row_bytes = (head_dim + head_dim_v) * q.element_size()
     constants = dict(
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q.dtype, align),
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q, align),
     )  # fmt: skip
 
     padded_seq_q = cdiv(seq_q, _PADDING) * _PADDING
@@ -1048,17 +1050,16 @@ def attention(
     Notes:
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
-        products follow :func:`torch.set_float32_matmul_precision`. Memory beyond the outputs is one number a query for
-        the forward and two for the backward. To it come splits, where up to 64 queries (16 in float32) share 512 keys
-        or more and heads are few or shared, as in decoding: several programs share the keys, and each needs room for a
-        float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on GPUs
-        with TMA.
+        products follow :func:`torch.set_float32_matmul_precision`, as in :func:`matmul`. Memory beyond the outputs is
+        one number a query for the forward and two for the backward. To it come splits, where up to 64 queries (16 in
+        float32) share 512 keys or more and heads are few or shared, as in decoding: several programs share the keys,
+        and each needs room for a float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16
+        bytes are copied on GPUs with TMA, and so may the output and the gradients be.
 
-        On Hopper, other 16-bit inputs of head_dim 64 or 128 (and the same head_dim_v) take kernels of their own, with
-        no mask or the causal one from the top left. Their backward pass takes them where q has as many heads as k and
-        v, lse has no gradient and, under a causal mask, there are no more keys than queries. It keeps the gradient of q
-        in float32 and adds it up in no fixed order. :func:`torch.use_deterministic_algorithms` selects the kernels
-        whose sums have one: with these, and in every other case, forward and backward repeat bit for bit.
+        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key. For the backward
+        pass there are such kernels where the larger head_dim is from 17 to 128 and lse has no gradient. They keep the
+        gradient of q in float32 and add it up in no fixed order. :func:`torch.use_deterministic_algorithms` selects the
+        kernels whose sums have one: with these, and in every other case, forward and backward repeat bit for bit.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 

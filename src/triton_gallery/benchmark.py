@@ -240,7 +240,10 @@ def load(name: str, gpu: str | None = None) -> Report:
 
 def _changed(record: dict, digests: dict[str, str | None]) -> frozenset[str]:
     """The parts of the text whose digest is another than when the record was made; None says that it is not known."""
-    return frozenset(part for part, digest in digests.items() if digest not in (None, record["text"][part]))
+    text = record["text"]
+    changed = {part for part, digest in digests.items() if digest not in (None, text.get(part, digest))}
+    # What kernels import belongs to them. Older records do not know it.
+    return frozenset("kernels" if part == "imports" else part for part in changed)
 
 
 def _records():

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import cdiv, launch, scratch
+from .._launch import cdiv, launch, padded, scratch
 from .._launch import descriptor as launch_descriptor
 from ._gluon import (
     TensorDescriptor,
@@ -31,8 +31,8 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .attention_forward import L2_BYTES, LOG2_E, block_d
 
-LOG2_E = 1.4426950408889634
 KEYS_PER_PROGRAM = 128
 QUERIES_PER_TILE = 64
 STATS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -45,56 +45,88 @@ def _meet():
 
 
 @gluon.jit
-def _query_tiles(kv_tile, n_q_tiles, IS_CAUSAL: gl.constexpr):
-    """First query tile of a key tile, and how many there are.
+def _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr):
+    """First query tile of a key tile, and how many there are. Key j is allowed to the queries j - upper to j - lower.
 
-    Without a mask each key tile starts elsewhere, so that programs under way at once add to different rows of dQ.
+    Without limits each key tile starts elsewhere, so that programs under way at once add to different rows of dQ.
     """
-    if IS_CAUSAL:
-        first = kv_tile * 2
-        n = n_q_tiles - first
-    else:
+    first = 0
+    end = n_q_tiles
+    if HAS_UPPER:
+        first = gl.minimum(gl.maximum(kv_tile * 128 - upper, 0) // 64, n_q_tiles)
+    if HAS_LOWER:
+        end = gl.minimum(gl.maximum(kv_tile * 128 + 127 - lower + 64, 0) // 64, n_q_tiles)
+    if not (HAS_LOWER or HAS_UPPER):
         first = (kv_tile * 2) % n_q_tiles
-        n = n_q_tiles
-    return first, n
+        end = first + n_q_tiles
+    return first, gl.maximum(end - first, 0)
+
+
+@gluon.jit
+def _own_tile(n_kv_tiles, heads_per_section, HAS_LIMIT: gl.constexpr):
+    """Which key tile of which head (of all batches) this program owns.
+
+    With limits key tiles differ in length: within a section of heads, whose queries fit the L2 cache, every head's
+    first tile starts first, which is the longest under a causal mask, and short ones fill the gaps at the end.
+    """
+    program = gl.program_id(0)
+    if HAS_LIMIT:
+        n_heads = gl.num_programs(0) // n_kv_tiles
+        first_head = program // (n_kv_tiles * heads_per_section) * heads_per_section
+        n_section_heads = gl.minimum(heads_per_section, n_heads - first_head)
+        rank = program - first_head * n_kv_tiles
+        kv_tile = rank // n_section_heads
+        kv_head = first_head + rank % n_section_heads
+    else:
+        kv_tile = program % n_kv_tiles
+        kv_head = program // n_kv_tiles
+    return kv_tile, kv_head
+
+
+@gluon.jit
+def _wrapped(q_tile, n_q_tiles, HAS_LIMIT: gl.constexpr):
+    if not HAS_LIMIT:
+        q_tile = gl.where(q_tile >= n_q_tiles, q_tile - n_q_tiles, q_tile)
+    return q_tile
 
 
 @gluon.jit
 def _bwd_producer(
     q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
-    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads,
-    STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section, lower,
+    upper, STAGES: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
 ):  # fmt: skip
     """Copies the program's K and V once, then Q, dO and the row statistics of one query tile after another."""
-    head = gl.program_id(0) // n_kv_tiles
-    kv_tile = gl.program_id(0) % n_kv_tiles
-    first, n = _query_tiles(kv_tile, n_q_tiles, IS_CAUSAL)
-    b = head // n_heads
-    h = head % n_heads
+    kv_tile, kv_head = _own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
+    n_kv_heads = n_heads // group_size
     mbarrier.expect(k_full, k_desc.block_type.nbytes)
-    async_load(k_desc, [b, h, kv_tile * 128, 0], k_full, k_smem)
+    async_load(k_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], k_full, k_smem)
     mbarrier.expect(v_full, v_desc.block_type.nbytes)
-    async_load(v_desc, [b, h, kv_tile * 128, 0], v_full, v_smem)
-    for i in range(n):
-        stage = i % STAGES
-        q_tile = first + i
-        if not IS_CAUSAL:
-            q_tile = gl.where(q_tile >= n_q_tiles, q_tile - n_q_tiles, q_tile)
-        mbarrier.wait(q_empty.index(stage), phase(i, STAGES) ^ 1)
-        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
-        async_load(q_desc, [b, h, q_tile * 64, 0], q_full.index(stage), q_smem.index(stage))
-        for c in gl.static_range(2):
-            row = as_row(stats_smem.index(2 * stage + c), stats_desc.layout)
-            async_load(stats_desc, [(head * n_q_tiles + q_tile) * 2 + c, 0], q_full.index(stage), row)
-        mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
-        async_load(dout_desc, [b, h, q_tile * 64, 0], dout_full.index(stage), dout_smem.index(stage))
+    async_load(v_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], v_full, v_smem)
+    step = 0
+    for head in range(kv_head * group_size, (kv_head + 1) * group_size):
+        b = head // n_heads
+        h = head % n_heads
+        for i in range(n):
+            stage = step % STAGES
+            q_tile = _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER)
+            mbarrier.wait(q_empty.index(stage), phase(step, STAGES) ^ 1)
+            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
+            async_load(q_desc, [b, h, q_tile * 64, 0], q_full.index(stage), q_smem.index(stage))
+            for c in gl.static_range(2):
+                row = as_row(stats_smem.index(2 * stage + c), stats_desc.layout)
+                async_load(stats_desc, [(head * n_q_tiles + q_tile) * 2 + c, 0], q_full.index(stage), row)
+            mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
+            async_load(dout_desc, [b, h, q_tile * 64, 0], dout_full.index(stage), dout_smem.index(stage))
+            step += 1
 
 
 @gluon.jit
 def _bwd_step(
-    i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
-    q_full, dout_full, q_empty, head, kv_tile, first, n_q_tiles, seq_kv, scale, scale_log2,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK_DIAGONAL: gl.constexpr,
+    step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
+    q_full, dout_full, q_empty, head, kv_tile, q_tile, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr,
     EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 queries against this consumer's 64 keys; S, P and dP stand transposed (keys x queries).
@@ -103,31 +135,30 @@ def _bwd_step(
     """
     dtype: gl.constexpr = q_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     # dQ of a tile needs both consumers' dS; each computes half of its transpose: 64 columns of dQ by 64 or 32 queries.
-    DQ_COLS: gl.constexpr = 64 if HEAD_DIM == 128 else 32
+    DQ_COLS: gl.constexpr = 64 if BLOCK_D == 128 else 32
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
-    stage = i % STAGES
-    q_tile = first + i
-    if not IS_CAUSAL:
-        q_tile = gl.where(q_tile >= n_q_tiles, q_tile - n_q_tiles, q_tile)
-    q = q_smem.index(stage).reshape((64, HEAD_DIM))
-    dout = dout_smem.index(stage).reshape((64, HEAD_DIM))
-    ds_both = ds_smem.index(i & 1)
+    stage = step % STAGES
+    q = q_smem.index(stage).reshape((64, BLOCK_D))
+    dout = dout_smem.index(stage).reshape((64, BLOCK_D))
+    ds_both = ds_smem.index(step & 1)
     zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
 
-    mbarrier.wait(q_full.index(stage), phase(i, STAGES))
+    mbarrier.wait(q_full.index(stage), phase(step, STAGES))
     lse = stats_smem.index(2 * stage).load(COLS)
     s_token = warpgroup_mma(k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(dout_full.index(stage), phase(i, STAGES))
+    mbarrier.wait(dout_full.index(stage), phase(step, STAGES))
     dp_token = warpgroup_mma(v_operand, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     keys = kv_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-    if MASK_DIAGONAL:
-        queries = q_tile * 64 + gl.arange(0, 64, COLS)
-        s = gl.where(queries[None, :] >= keys[:, None], s, float("-inf"))
+    queries = q_tile * 64 + gl.arange(0, 64, COLS)
+    if MASK_UPPER:
+        s = gl.where(keys[:, None] <= queries[None, :] + upper, s, float("-inf"))
+    if MASK_LOWER:
+        s = gl.where(keys[:, None] >= queries[None, :] + lower, s, float("-inf"))
     if not EVEN_KV:
         s = gl.where(keys[:, None] < seq_kv, s, float("-inf"))
     p = gl.exp2(s * scale_log2 - lse[None, :])
@@ -140,7 +171,7 @@ def _bwd_step(
     fence_async_shared()
     _meet()
     dq_zeros = gl.zeros([64, DQ_COLS], gl.float32, DQ_LAYOUT)
-    if HEAD_DIM == 128:
+    if BLOCK_D == 128:
         dq_token = warpgroup_mma(
             k_tile.slice(CONSUMER * 64, 64, dim=1).permute((1, 0)), ds_both, dq_zeros, use_acc=False, is_async=True
         )
@@ -155,7 +186,7 @@ def _bwd_step(
     dq_smem.permute((1, 0)).store(dq)
     fence_async_shared()
     row = (head * n_q_tiles + q_tile) * 64
-    if HEAD_DIM == 128:
+    if BLOCK_D == 128:
         reduce_add(dq_desc, [row, CONSUMER * 64], dq_smem)
     else:
         reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
@@ -165,48 +196,77 @@ def _bwd_step(
 
 
 @gluon.jit
+def _bwd_head(
+    step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
+    q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """The n query tiles of one head, from the first on."""
+    # Where the tiles end that the upper limit cuts, and where those begin that the lower one cuts.
+    full_begin = 0
+    full_end = n
+    if DIAGONAL_FIRST:
+        full_begin = 2
+    elif HAS_UPPER:
+        full_begin = gl.minimum(gl.cdiv(gl.maximum(kv_tile * 128 + 127 - upper, 0), 64) - first, n)
+    if HAS_LOWER:
+        # A narrow band has no whole tile.
+        full_end = gl.minimum(gl.maximum(gl.maximum(kv_tile * 128 - lower + 1, 0) // 64 - first, full_begin), n)
+    bounds = (0, full_begin, full_end, n)
+    for part in gl.static_range(0 if HAS_UPPER else 1, 3 if HAS_LOWER else 2):
+        for i in range(bounds[part], bounds[part + 1]):
+            dk, dv = _bwd_step(
+                step + i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem,
+                dq_desc, q_full, dout_full, q_empty, head, kv_tile,
+                _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER), n_q_tiles, seq_kv, lower, upper, scale,
+                scale_log2, BLOCK_D, STAGES, HAS_LOWER and part != 1, HAS_UPPER and part != 1, EVEN_KV, CONSUMER,
+            )  # fmt: skip
+    return step + n, dk, dv
+
+
+@gluon.jit
 def _bwd_consumer(
     dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
-    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, seq_kv, scale, scale_log2,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, EVEN_KV: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section,
+    seq_kv, lower, upper, scale, scale_log2,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, IS_GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Owns 64 keys: keeps their dK and dV in registers while the query tiles pass by."""
+    """Owns 64 keys: keeps their dK and dV in registers while the query tiles of each head of the group pass by."""
     dtype: gl.constexpr = q_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    head = gl.program_id(0) // n_kv_tiles
-    kv_tile = gl.program_id(0) % n_kv_tiles
-    first, n = _query_tiles(kv_tile, n_q_tiles, IS_CAUSAL)
-    k_tile = k_smem.reshape((128, HEAD_DIM))
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    kv_tile, kv_head = _own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
+    k_tile = k_smem.reshape((128, BLOCK_D))
     k_own = k_tile.slice(CONSUMER * 64, 64, dim=0)
-    v_own = v_smem.reshape((128, HEAD_DIM)).slice(CONSUMER * 64, 64, dim=0)
+    v_own = v_smem.reshape((128, BLOCK_D)).slice(CONSUMER * 64, 64, dim=0)
     dq_own = dq_smem.index(CONSUMER)
-    dk = gl.zeros([64, HEAD_DIM], gl.float32, D_LAYOUT)
-    dv = gl.zeros([64, HEAD_DIM], gl.float32, D_LAYOUT)
+    dk = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
+    dv = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
-    if HEAD_DIM == 64:
+    if BLOCK_D == 64:
         # K and V fit in registers as operands of S and dP: a quarter less traffic from shared memory.
         k_operand = k_own.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
         v_operand = v_own.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     else:
         k_operand = k_own
         v_operand = v_own
-    # Only the first two query tiles of a causal key tile touch the diagonal.
-    N_DIAGONAL: gl.constexpr = 2 if IS_CAUSAL else 0
-    if IS_CAUSAL:
-        for i in range(0, N_DIAGONAL):
-            dk, dv = _bwd_step(
-                i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
-                q_full, dout_full, q_empty, head, kv_tile, first, n_q_tiles, seq_kv, scale, scale_log2,
-                HEAD_DIM, STAGES, IS_CAUSAL, True, EVEN_KV, CONSUMER,
+    if IS_GROUPED:
+        step = 0
+        for head in range(kv_head * group_size, (kv_head + 1) * group_size):
+            step, dk, dv = _bwd_head(
+                step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
+                q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
+                BLOCK_D, STAGES, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
             )  # fmt: skip
-    for i in range(N_DIAGONAL, n):
-        dk, dv = _bwd_step(
-            i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
-            q_full, dout_full, q_empty, head, kv_tile, first, n_q_tiles, seq_kv, scale, scale_log2,
-            HEAD_DIM, STAGES, IS_CAUSAL, False, EVEN_KV, CONSUMER,
+    else:
+        _, dk, dv = _bwd_head(
+            0, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
+            q_full, dout_full, q_empty, kv_head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
+            BLOCK_D, STAGES, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
         )  # fmt: skip
     store_wait(0)
     _meet()  # both consumers are past their last read of K and V before either overwrites them
@@ -214,42 +274,53 @@ def _bwd_consumer(
     v_own.store(dv.to(dtype))
     fence_async_shared()
     _meet()
-    b = head // n_heads
-    h = head % n_heads
+    n_kv_heads = n_heads // group_size
+    place = [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0]
     if CONSUMER == 0:
-        async_store(dk_desc, [b, h, kv_tile * 128, 0], k_smem)
+        async_store(dk_desc, place, k_smem)
     else:
-        async_store(dv_desc, [b, h, kv_tile * 128, 0], v_smem)
+        async_store(dv_desc, place, v_smem)
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_kv_tiles", "n_q_tiles", "n_heads", "seq_kv"])
+@gluon.jit(
+    do_not_specialize=[
+        "n_kv_tiles", "n_q_tiles", "n_heads", "group_size", "heads_per_section", "seq_kv", "lower", "upper",
+    ]
+)  # fmt: skip
 def _attention_bwd_hopper_kernel(
     q_desc,  # (batch, n_heads, seq_q, head_dim)
     dout_desc,  # (batch, n_heads, seq_q, head_dim)
-    k_desc,  # (batch, n_heads, seq_kv, head_dim)
-    v_desc,  # (batch, n_heads, seq_kv, head_dim)
+    k_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
+    v_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
     stats_desc,  # (batch * n_heads * n_q_tiles * 2, 64): of each query tile lse in base 2, then delta
-    dk_desc,  # (batch, n_heads, seq_kv, head_dim)
-    dv_desc,  # (batch, n_heads, seq_kv, head_dim)
-    dq_desc,  # (batch * n_heads * n_q_tiles * 64, head_dim), float32, zero at the start
+    dk_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
+    dv_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
+    dq_desc,  # (batch * n_heads * n_q_tiles * 64, BLOCK_D), float32, zero at the start
     n_kv_tiles,
     n_q_tiles,
     n_heads,
+    group_size,
+    heads_per_section,
     seq_kv,
+    lower,
+    upper,
     scale,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
+    IS_GROUPED: gl.constexpr,  # several query heads share a head of keys
+    HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr,
+    DIAGONAL_FIRST: gl.constexpr,  # exactly the first two query tiles of every key tile need the upper limit's mask
     EVEN_KV: gl.constexpr,
 ):
-    """Program i owns key tile i % n_kv_tiles (128 keys) of head i // n_kv_tiles: its dK and dV, and its share of dQ."""
+    """A program owns a key tile (128 keys) of one head of keys: its dK and dV, and its share of dQ."""
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, HEAD_DIM], q_desc.layout)
-    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, HEAD_DIM], dout_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [1, 1, 128, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, 1, 128, HEAD_DIM], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, BLOCK_D], q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, BLOCK_D], dout_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, 128, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, 128, BLOCK_D], v_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], gl.float16)
     ds_smem = gl.allocate_shared_memory(dtype, [2, 128, 64], DS_LAYOUT)
@@ -270,32 +341,36 @@ def _attention_bwd_hopper_kernel(
     gl.warp_specialize([
         (_bwd_producer, (
             q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
-            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, STAGES, IS_CAUSAL)),
+            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
+            heads_per_section, lower, upper, STAGES, HAS_LOWER, HAS_UPPER)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
-            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, seq_kv, scale, scale_log2,
-            HEAD_DIM, STAGES, IS_CAUSAL, EVEN_KV, 0)),
+            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
+            heads_per_section, seq_kv, lower, upper, scale, scale_log2,
+            BLOCK_D, STAGES, IS_GROUPED, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, 0)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
-            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, seq_kv, scale, scale_log2,
-            HEAD_DIM, STAGES, IS_CAUSAL, EVEN_KV, 1)),
+            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
+            heads_per_section, seq_kv, lower, upper, scale, scale_log2,
+            BLOCK_D, STAGES, IS_GROUPED, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
 
 @triton.jit(do_not_specialize=["n_q_tiles", "n_heads", "seq_q"])
 def _attention_bwd_hopper_prepare_kernel(
-    out_ptr,  # (batch, n_heads, seq_q, head_dim)
-    dout_ptr,  # (batch, n_heads, seq_q, head_dim)
+    out_ptr,  # (batch, n_heads, seq_q, head_dim_v)
+    dout_ptr,  # (batch, n_heads, seq_q, head_dim_v)
     lse_ptr,  # (batch, n_heads, seq_q)
     stats_ptr,  # (batch * n_heads * n_q_tiles, 2, 64)
-    dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, head_dim)
+    dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, BLOCK_D)
     out_strides,  # of batch, head and row
     dout_strides,
     n_q_tiles,
     n_heads,
     seq_q,
-    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Program i, counted from the end, owns query tile i: delta = sum(O * dO) of each row, and dQ's sums set to zero.
 
@@ -304,42 +379,44 @@ def _attention_bwd_hopper_prepare_kernel(
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     head = tile // n_q_tiles
     rows = (tile % n_q_tiles) * 64 + tl.arange(0, 64)
-    cols = tl.arange(0, HEAD_DIM)[None, :]
+    cols = tl.arange(0, BLOCK_D)[None, :]
     row_mask = rows < seq_q
+    mask = row_mask[:, None] & (cols < HEAD_DIM_V)
     b = head // n_heads
     h = head % n_heads
     out_ptrs = out_ptr + b * out_strides[0] + h * out_strides[1] + rows[:, None] * out_strides[2] + cols
     dout_ptrs = dout_ptr + b * dout_strides[0] + h * dout_strides[1] + rows[:, None] * dout_strides[2] + cols
-    out = tl.load(out_ptrs, mask=row_mask[:, None], other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptrs, mask=row_mask[:, None], other=0.0).to(tl.float32)
+    out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(tl.float32)
     # Rows past the end get lse = +inf, so that their probabilities are exp2(−inf) = 0.
     lse = tl.load(lse_ptr + head * seq_q + rows, mask=row_mask, other=float("inf"))
     stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)
     tl.store(stats_ptrs, lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
     tl.store(stats_ptrs + 64, tl.sum(out * dout, axis=1))
-    dq_sum_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * HEAD_DIM + cols
-    tl.store(dq_sum_ptrs, tl.zeros((64, HEAD_DIM), tl.float32))
+    dq_sum_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * BLOCK_D + cols
+    tl.store(dq_sum_ptrs, tl.zeros((64, BLOCK_D), tl.float32))
 
 
 @triton.jit(do_not_specialize=["n_q_tiles", "n_heads", "seq_q"])
 def _attention_bwd_hopper_finish_kernel(
-    dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, head_dim), float32
+    dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, BLOCK_D), float32
     dq_ptr,  # (batch, n_heads, seq_q, head_dim)
     dq_strides,  # of batch, head and row
     n_q_tiles,
     n_heads,
     seq_q,
     HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Program i, counted from the end, owns query tile i: dQ narrowed to the output's dtype."""
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     head = tile // n_q_tiles
     rows = (tile % n_q_tiles) * 64 + tl.arange(0, 64)
-    cols = tl.arange(0, HEAD_DIM)[None, :]
-    dq = tl.load(dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * HEAD_DIM + cols)
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    dq = tl.load(dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * BLOCK_D + cols)
     head_ptr = dq_ptr + (head // n_heads) * dq_strides[0] + (head % n_heads) * dq_strides[1]
     dq_ptrs = head_ptr + rows[:, None] * dq_strides[2] + cols
-    tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=(rows < seq_q)[:, None])
+    tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=(rows < seq_q)[:, None] & (cols < HEAD_DIM))
 
 
 def backward(
@@ -352,53 +429,59 @@ def backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    is_causal: bool,
+    lower: int | None,
+    upper: int | None,
     scale: float,
 ) -> None:
-    """Fill dQ, dK and dV, for inputs that `attention_forward.supports` accepts.
-
-    There must be as many key as query heads and, under a causal mask, no more keys than queries.
+    """Fill dQ, dK and dV, for inputs and limits that `attention_forward.supports` accepts, of head_dim up to 128.
 
     Args:
-        dout: gradient of the output; copied when TMA cannot address it.
+        dout: gradient of the output; TMA must be able to address it.
         out, lse: what the forward computed.
         dq, dk, dv: the gradients' memory; rows of head_dim contiguous numbers.
     """
     batch, n_heads, seq_q, head_dim = q.shape
-    seq_kv = k.shape[2]
-    if not tma_can_address(dout):
-        # Not `contiguous`, which keeps a dense tensor that starts between two 16-byte steps.
-        dout = dout.clone(memory_format=torch.contiguous_format)
+    _, n_kv_heads, seq_kv, head_dim_v = v.shape
+    width = block_d(q, v)
     # An even number: a key tile's diagonal crosses two query tiles. Rows past the end count for nothing.
     n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
+    # Q, dO and the float32 sums of dQ of the heads that work at the same time.
+    heads_per_section = max(1, L2_BYTES // (seq_q * width * 8 * (n_heads // n_kv_heads)))
     stats = scratch((n_tiles * 2, QUERIES_PER_TILE), torch.float32, q.device)
-    dq_sum = scratch((n_tiles * QUERIES_PER_TILE, head_dim), torch.float32, q.device)
+    dq_sum = scratch((n_tiles * QUERIES_PER_TILE, width), torch.float32, q.device)
+    dk_target, dv_target = (x if tma_can_address(x) else padded(x) for x in (dk, dv))
     launch(
         _attention_bwd_hopper_prepare_kernel,
         (n_tiles,),
         out, dout, lse, stats, dq_sum, out.stride()[:3], dout.stride()[:3], n_q_tiles, n_heads, seq_q,
-        HEAD_DIM=head_dim, num_warps=4,
+        HEAD_DIM_V=head_dim_v, BLOCK_D=width, num_warps=4,
     )  # fmt: skip
     launch(
         _attention_bwd_hopper_kernel,
-        (batch * n_heads * n_kv_tiles,),
-        descriptor(q, [1, 1, QUERIES_PER_TILE, head_dim]),
-        descriptor(dout, [1, 1, QUERIES_PER_TILE, head_dim]),
-        descriptor(k, [1, 1, KEYS_PER_PROGRAM, head_dim]),
-        descriptor(v, [1, 1, KEYS_PER_PROGRAM, head_dim]),
+        (batch * n_kv_heads * n_kv_tiles,),
+        descriptor(q, [1, 1, QUERIES_PER_TILE, width]),
+        descriptor(dout, [1, 1, QUERIES_PER_TILE, width]),
+        descriptor(k, [1, 1, KEYS_PER_PROGRAM, width]),
+        descriptor(v, [1, 1, KEYS_PER_PROGRAM, width]),
         launch_descriptor(
             TensorDescriptor, stats, tuple(stats.shape), stats.stride(), (1, QUERIES_PER_TILE), STATS_LAYOUT
         ),
-        descriptor(dk, [1, 1, KEYS_PER_PROGRAM, head_dim]),
-        descriptor(dv, [1, 1, KEYS_PER_PROGRAM, head_dim]),
-        descriptor(dq_sum, [64, 64] if head_dim == 128 else [32, 64]),
-        n_kv_tiles, n_q_tiles, n_heads, seq_kv, scale, scale * LOG2_E,
-        HEAD_DIM=head_dim, STAGES=2, IS_CAUSAL=is_causal, EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
+        descriptor(dk_target, [1, 1, KEYS_PER_PROGRAM, width]),
+        descriptor(dv_target, [1, 1, KEYS_PER_PROGRAM, width]),
+        descriptor(dq_sum, [64, 64] if width == 128 else [32, 64]),
+        n_kv_tiles, n_q_tiles, n_heads, n_heads // n_kv_heads, heads_per_section, seq_kv,
+        max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
+        BLOCK_D=width, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_LOWER=lower is not None,
+        HAS_UPPER=upper is not None, DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q,
+        EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
     )  # fmt: skip
     launch(
         _attention_bwd_hopper_finish_kernel,
         (n_tiles,),
-        dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, num_warps=4,
+        dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, BLOCK_D=width, num_warps=4,
     )  # fmt: skip
+    for target, x in ((dk_target, dk), (dv_target, dv)):
+        if target is not x:
+            x.copy_(target)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .._launch import cdiv, launch, num_multiprocessors, table
+from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, padded, table
 from ._gluon import (
     async_load,
     async_store,
@@ -33,18 +33,23 @@ from ._gluon import (
 )
 
 LOG2_E = 1.4426950408889634
-BLOCK_N = 128  # keys per tile
 MAX_TILES = gl.constexpr(4096)  # query tiles of one head; a schedule entry is head * MAX_TILES + tile
-_L2_BYTES = 33 * 2**20  # what K and V of the heads in flight may take of the L2 cache
+L2_BYTES = 33 * 2**20  # what the heads in flight may take of the L2 cache
 
 
-def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
-    """Whether these inputs fit the kernels: 16-bit, head_dim 64 or 128, and rows that TMA can address."""
+def supports(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lower: int | None, upper: int | None
+) -> bool:
+    """Whether these inputs fit the kernels: 16-bit, rows that TMA can address, a key for each query.
+
+    Query i is allowed the keys from i + lower to i + upper; None stands for no limit.
+    """
+    most = k.shape[-2] - q.shape[-2] if upper is None else min(k.shape[-2] - q.shape[-2], upper)
     return (
         q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] in (64, 128)
-        and v.shape[-1] == q.shape[-1]
-        and min(q.numel(), k.numel()) > 0
+        and min(q.numel(), k.numel(), v.numel()) > 0
+        and (upper is None or upper >= 0)
+        and (lower is None or lower <= most)
         # The running maximum is taken of the unscaled scores.
         and scale > 0
         # A tile's number and its head share one int32 of the schedule.
@@ -54,33 +59,41 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) ->
     )
 
 
+def block_d(q: torch.Tensor, v: torch.Tensor) -> int:
+    """The numbers of a row in shared memory and registers, where TMA fills with zeros past head_dim."""
+    return max(64, next_power_of_2(max(q.shape[-1], v.shape[-1])))
+
+
 @functools.cache
-def _schedule(n_tiles, n_heads, rows, seq_kv, head_dim, is_causal, device):
+def _schedule(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, head_dim, device):
     """An int32 table (programs, width): the tiles of each program, −1 after the last.
 
     Heads are taken in groups whose K and V stay in L2; within a group the longest tiles go first, each to the program
     that is free first. Without this, a causal mask leaves a quarter of the machine idle.
     """
+    n_tiles = cdiv(seq_q, rows)
+    n_kv_tiles = [
+        min(cdiv(min((tile + 1) * rows, seq_q) + upper, block_n), cdiv(seq_kv, block_n))
+        - max(tile * rows + lower, 0) // block_n
+        for tile in range(n_tiles)
+    ]
     heads_in_flight = 1
-    while heads_in_flight < 64 and heads_in_flight * 2 * seq_kv * head_dim * 4 <= _L2_BYTES:
+    while heads_in_flight < 64 and heads_in_flight * 2 * seq_kv * head_dim * 4 <= L2_BYTES:
         heads_in_flight *= 2
     n_programs = min(num_multiprocessors(device), n_tiles * n_heads)
     lists = [[] for _ in range(n_programs)]
     free_at = [(0.0, program) for program in range(n_programs)]
     for first in range(0, n_heads, heads_in_flight):
         heads = range(first, min(n_heads, first + heads_in_flight))
-        if is_causal:
+        if min(n_kv_tiles) < max(n_kv_tiles):
             tiles = [(tile, head) for tile in reversed(range(n_tiles)) for head in heads]
         else:
             tiles = [(tile, head) for head in heads for tile in range(n_tiles)]
         for tile, head in tiles:
             time, program = heapq.heappop(free_at)
             lists[program].append(head * MAX_TILES.value + tile)
-            n_kv_tiles = cdiv(seq_kv, BLOCK_N)
-            if is_causal:
-                n_kv_tiles = min(n_kv_tiles, cdiv((tile + 1) * rows, BLOCK_N))
             # 0.6 of a step is what starting and ending a tile costs.
-            heapq.heappush(free_at, (time + n_kv_tiles + 0.6, program))
+            heapq.heappush(free_at, (time + n_kv_tiles[tile] + 0.6, program))
     width = max(map(len, lists)) + 1
     table = torch.tensor([tiles + [-1] * (width - len(tiles)) for tiles in lists], dtype=torch.int32)
     # torch.compile, when it prepares a CUDA graph, takes what its thread allocates for a part of the graph.
@@ -110,11 +123,19 @@ def _pass_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _num_kv_tiles(tile, seq_kv, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    n = gl.cdiv(seq_kv, BLOCK_N)
+def _kv_tiles(
+    tile, seq_q, seq_kv, lower, upper, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    IS_BAND: gl.constexpr,
+):  # fmt: skip
+    """The first key tile that a query tile needs, and the end of them."""
+    begin = 0
+    end = gl.cdiv(seq_kv, BLOCK_N)
     if IS_CAUSAL:
-        n = gl.minimum(gl.cdiv((tile + 1) * ROWS, BLOCK_N), n)
-    return n
+        end = gl.minimum(gl.cdiv((tile + 1) * ROWS, BLOCK_N), end)
+    if IS_BAND:
+        begin = gl.maximum(tile * ROWS + lower, 0) // BLOCK_N
+        end = gl.minimum(gl.cdiv(gl.minimum((tile + 1) * ROWS, seq_q) + upper, BLOCK_N), end)
+    return begin, end
 
 
 @gluon.jit
@@ -129,11 +150,11 @@ def _copy_kv_tile(desc, batch, head, row, smem, full, empty, step, STAGES: gl.co
 @gluon.jit
 def _fwd_producer(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    seq_kv, n_heads, group_size, schedule_ptr, schedule_width,
+    seq_q, seq_kv, lower, upper, n_heads, group_size, schedule_ptr, schedule_width,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, IS_BAND: gl.constexpr,
 ):  # fmt: skip
-    """Copies Q once per tile, and K and V tile by tile from the diagonal backwards."""
+    """Copies Q once per tile, and K and V tile by tile from the last one backwards."""
     step = 0
     entry_ptr = schedule_ptr + gl.program_id(0) * schedule_width
     n_done = 0
@@ -144,42 +165,56 @@ def _fwd_producer(
         batch = (entry // MAX_TILES) // n_heads
         head = (entry // MAX_TILES) % n_heads
         kv_head = head // group_size
-        n = _num_kv_tiles(tile, seq_kv, BLOCK_M * NUM_CONSUMERS, BLOCK_N, IS_CAUSAL)
+        TILE_ROWS: gl.constexpr = BLOCK_M * NUM_CONSUMERS
+        begin, end = _kv_tiles(tile, seq_q, seq_kv, lower, upper, TILE_ROWS, BLOCK_N, IS_CAUSAL, IS_BAND)
         # The first K goes before Q: it need not wait for the previous tile to end.
-        _copy_kv_tile(k_desc, batch, kv_head, (n - 1) * BLOCK_N, k_smem, k_full, k_empty, step, STAGES)
+        _copy_kv_tile(k_desc, batch, kv_head, (end - 1) * BLOCK_N, k_smem, k_full, k_empty, step, STAGES)
         for c in gl.static_range(NUM_CONSUMERS):
             mbarrier.wait(q_empty.index(c), (n_done & 1) ^ 1)
             mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-            row = tile * (BLOCK_M * NUM_CONSUMERS) + c * BLOCK_M
+            row = tile * TILE_ROWS + c * BLOCK_M
             async_load(q_desc, [batch, head, row, 0], q_full.index(c), q_smem.index(c))
-        for j in range(1, n):
+        for j in range(1, end - begin):
             # K runs one tile ahead of V, as the consumers' products do.
-            _copy_kv_tile(k_desc, batch, kv_head, (n - 1 - j) * BLOCK_N, k_smem, k_full, k_empty, step + 1, STAGES)
-            _copy_kv_tile(v_desc, batch, kv_head, (n - j) * BLOCK_N, v_smem, v_full, v_empty, step, STAGES)
+            _copy_kv_tile(k_desc, batch, kv_head, (end - 1 - j) * BLOCK_N, k_smem, k_full, k_empty, step + 1, STAGES)
+            _copy_kv_tile(v_desc, batch, kv_head, (end - j) * BLOCK_N, v_smem, v_full, v_empty, step, STAGES)
             step += 1
-        _copy_kv_tile(v_desc, batch, kv_head, 0, v_smem, v_full, v_empty, step, STAGES)
+        _copy_kv_tile(v_desc, batch, kv_head, begin * BLOCK_N, v_smem, v_full, v_empty, step, STAGES)
         step += 1
         n_done += 1
         entry = next_entry
 
 
 @gluon.jit
+def _mask(s, row, col, lower, upper):
+    """Scores of the queries from row and the keys from col on, with -inf outside row + lower to row + upper."""
+    rows = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+    cols = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    distance = cols[None, :] - rows[:, None]
+    return gl.where((distance >= lower) & (distance <= upper), s, float("-inf"))
+
+
+@gluon.jit
 def _fwd_step(
     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
+    row, tile, lower, upper,
     BLOCK_N: gl.constexpr, V_ROWS: gl.constexpr, NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    MASK: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Start S = Q Kᵀ of the next tile and acc += P V of this one together; the softmax of S runs under P V."""
+    """Start S = Q Kᵀ of the next tile and acc += P V of this one together; the softmax of S runs under P V.
+
+    With MASK, the tile may hold keys outside the limits of the queries from `row` on.
+    """
     BLOCK_M: gl.constexpr = q.shape[0]
-    HEAD_DIM: gl.constexpr = q.shape[1]
+    BLOCK_D: gl.constexpr = q.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     next_stage = (step + 1) % STAGES
     stage = step % STAGES
-    v = v_smem.index(stage).reshape((BLOCK_N, HEAD_DIM))
+    v = v_smem.index(stage).reshape((BLOCK_N, BLOCK_D))
     if V_ROWS < BLOCK_N:
         v = v.slice(0, V_ROWS, dim=0)
-    k = k_smem.index(next_stage).reshape((BLOCK_N, HEAD_DIM))
+    k = k_smem.index(next_stage).reshape((BLOCK_N, BLOCK_D))
     mbarrier.wait(k_full.index(next_stage), phase(step + 1, STAGES))
     _wait_turn(CONSUMER)
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
@@ -189,6 +224,8 @@ def _fwd_step(
     _pass_turn(CONSUMER, NUM_CONSUMERS)
     s = warpgroup_mma_wait(1, deps=(s_token,))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
+    if MASK:
+        s = _mask(s, row, tile * BLOCK_N, lower, upper)
     # exp(x - m) as exp2: log2(e) is folded into the scale, so that x * scale - m is one fused multiply-add.
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
     p_f32 = gl.exp2(s * scale_log2 - new_max[:, None])
@@ -204,23 +241,23 @@ def _fwd_step(
 @gluon.jit
 def _fwd_consumer(
     out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_BAND: gl.constexpr, DIAGONAL_FIRST: gl.constexpr,
+    EVEN_KV: gl.constexpr, OUT_IN_Q: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Owns BLOCK_M query rows of each tile; the first key tile it meets is the only one that can need a mask."""
+    """Owns BLOCK_M query rows of each tile; unless IS_BAND, only the first key tile it meets can need a mask."""
     dtype: gl.constexpr = out_desc.dtype
     # With two consumers the diagonal tile is 128 x 128: the upper one's rows see its first half only.
     HALF: gl.constexpr = DIAGONAL_FIRST and NUM_CONSUMERS == 2 and CONSUMER == 0 and BLOCK_N == 2 * BLOCK_M
     FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
     FIRST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, 16])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     step = 0
     n_done = 0
-    q = q_smem.index(CONSUMER).reshape((BLOCK_M, HEAD_DIM))
+    q = q_smem.index(CONSUMER).reshape((BLOCK_M, BLOCK_D))
     out = out_smem.index(CONSUMER)
     if CONSUMER == NUM_CONSUMERS - 1:
         named_barrier("barrier.arrive", "9")  # the first turn is consumer 0's
@@ -230,11 +267,13 @@ def _fwd_consumer(
         next_entry = gl.load(entry_ptr + n_done + 1)
         tile = entry % MAX_TILES
         head = entry // MAX_TILES
-        n = _num_kv_tiles(tile, seq_kv, BLOCK_M * NUM_CONSUMERS, BLOCK_N, IS_CAUSAL)
-        row = tile * (BLOCK_M * NUM_CONSUMERS) + CONSUMER * BLOCK_M
-        acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, ACC_LAYOUT)
+        TILE_ROWS: gl.constexpr = BLOCK_M * NUM_CONSUMERS
+        begin, end = _kv_tiles(tile, seq_q, seq_kv, lower, upper, TILE_ROWS, BLOCK_N, IS_CAUSAL, IS_BAND)
+        n = end - begin
+        row = tile * TILE_ROWS + CONSUMER * BLOCK_M
+        acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, ACC_LAYOUT)
         mbarrier.wait(q_full.index(CONSUMER), n_done & 1)
-        if IS_CAUSAL and BLOCK_N % (BLOCK_M * NUM_CONSUMERS) != 0:
+        if IS_CAUSAL and BLOCK_N % TILE_ROWS != 0:
             # Key tiles that lie wholly above this consumer's rows are handed back unused.
             n_own = gl.minimum(gl.cdiv(row + BLOCK_M, BLOCK_N), n)
             for _ in range(n_own, n):
@@ -247,10 +286,11 @@ def _fwd_consumer(
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 step += 1
             n = n_own
+            end = n_own
 
-        # The first tile: the diagonal under a causal mask, the ragged end of the keys otherwise.
+        # The first tile: the diagonal under a causal mask, or else the ragged end of the keys.
         stage = step % STAGES
-        k = k_smem.index(stage).reshape((BLOCK_N, HEAD_DIM))
+        k = k_smem.index(stage).reshape((BLOCK_N, BLOCK_D))
         if HALF:
             k = k.slice(0, FIRST_N, dim=0)
         mbarrier.wait(k_full.index(stage), phase(step, STAGES))
@@ -260,13 +300,18 @@ def _fwd_consumer(
         _pass_turn(CONSUMER, NUM_CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        cols = (n - 1) * BLOCK_N + gl.arange(0, FIRST_N, gl.SliceLayout(0, FIRST_LAYOUT))
+        cols = (end - 1) * BLOCK_N + gl.arange(0, FIRST_N, gl.SliceLayout(0, FIRST_LAYOUT))
         if IS_CAUSAL:
             rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, FIRST_LAYOUT))
             s = gl.where(rows[:, None] >= cols[None, :], s, float("-inf"))
+        if IS_BAND:
+            s = _mask(s, row, (end - 1) * BLOCK_N, lower, upper)
         if not EVEN_KV:
             s = gl.where(cols[None, :] < seq_kv, s, float("-inf"))
         first_max = gl.max(s, 1) * scale_log2
+        if IS_BAND:
+            # A query may meet its first key in a later tile: finite, so that -inf - (-inf) makes no NaN.
+            first_max = gl.maximum(first_max, -3.4028234663852886e38)
         p_f32 = gl.exp2(s * scale_log2 - first_max[:, None])
         row_sum = gl.convert_layout(gl.sum(p_f32, 1), ROWS)
         row_max = gl.convert_layout(first_max, ROWS)
@@ -277,13 +322,13 @@ def _fwd_consumer(
             if n > 1:
                 p, acc, row_max, row_sum = _fwd_step(
                     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p_first, acc, row_max, row_sum,
-                    scale_log2, BLOCK_N, FIRST_N, NUM_CONSUMERS, STAGES, CONSUMER,
+                    scale_log2, row, 0, lower, upper, BLOCK_N, FIRST_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
                 )  # fmt: skip
                 step += 1
                 for _ in range(2, n):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, CONSUMER,
+                        row, 0, lower, upper, BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
                     )  # fmt: skip
                     step += 1
                 mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -293,13 +338,34 @@ def _fwd_consumer(
                 acc = _last_pv(v_smem, v_full, v_empty, opaque(step), p_first, acc, BLOCK_N, FIRST_N, STAGES)
         else:
             p = p_first
+            if IS_BAND:
+                # Backwards: tiles that the upper limit cuts, whole ones, tiles that the lower limit cuts.
+                full_end = gl.maximum(gl.minimum((row + upper + 1) // BLOCK_N, end - 1), begin)
+                last_row = gl.minimum(row + BLOCK_M, seq_q) - 1
+                full_begin = gl.minimum(gl.cdiv(gl.maximum(last_row + lower, 0), BLOCK_N), full_end)
+                full_begin = gl.maximum(full_begin, begin)
+                for kv_tile in range(end - 1, full_end, -1):
+                    p, acc, row_max, row_sum = _fwd_step(
+                        q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
+                        row, kv_tile - 1, lower, upper, BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, True, CONSUMER,
+                    )  # fmt: skip
+                    step += 1
+                n = full_end - full_begin + 1
             for _ in range(1, n):
                 p, acc, row_max, row_sum = _fwd_step(
                     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                    BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, CONSUMER,
+                    row, 0, lower, upper, BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
                 )  # fmt: skip
                 step += 1
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            if IS_BAND:
+                for kv_tile in range(full_begin, begin, -1):
+                    p, acc, row_max, row_sum = _fwd_step(
+                        q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
+                        row, kv_tile - 1, lower, upper, BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, True, CONSUMER,
+                    )  # fmt: skip
+                    step += 1
+            if not OUT_IN_Q:
+                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
             acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N, BLOCK_N, STAGES)
         step += 1
 
@@ -308,9 +374,12 @@ def _fwd_consumer(
         gl.store(lse_ptr + head.to(gl.int64) * seq_q + rows, lse, mask=rows < seq_q)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
         store_wait(0)
-        out.reshape((BLOCK_M, HEAD_DIM)).store(acc.to(dtype))
+        out.reshape((BLOCK_M, BLOCK_D)).store(acc.to(dtype))
         fence_async_shared()
         async_store(out_desc, [head // n_heads, head % n_heads, row, 0], out)
+        if OUT_IN_Q:
+            store_wait(0)
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         n_done += 1
         entry = next_entry
     store_wait(0)
@@ -329,7 +398,7 @@ def _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N: gl.constexpr, V_ROW
     return acc
 
 
-@gluon.jit(do_not_specialize=["seq_q", "seq_kv", "n_heads", "group_size", "schedule_width"])
+@gluon.jit(do_not_specialize=["seq_q", "seq_kv", "lower", "upper", "n_heads", "group_size", "schedule_width"])
 def _attention_fwd_hopper_kernel(
     q_desc,  # (batch, n_heads, seq_q, head_dim)
     k_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
@@ -339,26 +408,34 @@ def _attention_fwd_hopper_kernel(
     schedule_ptr,  # (programs, schedule_width), int32
     seq_q,
     seq_kv,
+    lower,
+    upper,
     n_heads,
     group_size,
     schedule_width,
     scale_log2,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,  # upper is 0, and there is no lower limit
+    IS_BAND: gl.constexpr,  # other limits: query i sees the keys from i + lower to i + upper
     DIAGONAL_FIRST: gl.constexpr,  # every query tile's last key tile holds its diagonal
     EVEN_KV: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Program i owns the query tiles that row i of the schedule lists; a tile is NUM_CONSUMERS x BLOCK_M rows."""
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
-    out_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, HEAD_DIM], out_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    # Rows of 256 leave no room for the output but where the queries were, whose successors then come later.
+    OUT_IN_Q: gl.constexpr = BLOCK_D == 256
+    if OUT_IN_Q:
+        out_smem = q_smem
+    else:
+        out_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], out_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
@@ -380,35 +457,40 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize([
             (_fwd_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_kv, n_heads, group_size, schedule_ptr, schedule_width,
-                BLOCK_M, BLOCK_N, NUM_CONSUMERS, STAGES, IS_CAUSAL)),
+                seq_q, seq_kv, lower, upper, n_heads, group_size, schedule_ptr, schedule_width,
+                BLOCK_M, BLOCK_N, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 0)),
+                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 0)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 1)),
+                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_fwd_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_kv, n_heads, group_size, schedule_ptr, schedule_width,
-                BLOCK_M, BLOCK_N, NUM_CONSUMERS, STAGES, IS_CAUSAL)),
+                seq_q, seq_kv, lower, upper, n_heads, group_size, schedule_ptr, schedule_width,
+                BLOCK_M, BLOCK_N, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 0)),
+                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 0)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 1)),
+                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 1)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, HEAD_DIM, NUM_CONSUMERS, STAGES, IS_CAUSAL, DIAGONAL_FIRST, EVEN_KV, 2)),
+                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
 
@@ -419,29 +501,42 @@ def forward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    is_causal: bool,
+    lower: int | None,
+    upper: int | None,
     scale: float,
 ) -> None:
-    """Fill `out` and its float32 logsumexp, for inputs that `supports` accepts; a causal mask is aligned top-left."""
-    batch, n_heads, seq_q, head_dim = q.shape
+    """Fill `out` and its float32 logsumexp, for inputs and limits that `supports` accepts."""
+    batch, n_heads, seq_q, _ = q.shape
     n_kv_heads, seq_kv = k.shape[1:3]
     block_m = 64
-    even_kv = seq_kv % BLOCK_N == 0
+    width = block_d(q, v)
+    block_n = 64 if width == 256 else 128
+    is_causal = lower is None and upper == 0
+    is_band = not (is_causal or (lower is None and upper is None))
+    even_kv = seq_kv % block_n == 0
     # Three consumers feed the matrix unit better at head_dim 64, but make coarser causal tiles and have no registers to
-    # spare for masking a ragged end.
-    n_consumers = 3 if head_dim == 64 and even_kv and not (is_causal and seq_q < 2048) else 2
-    rows = block_m * n_consumers
+    # spare for masks in the loop or of a ragged end.
+    n_consumers = 3 if width == 64 and even_kv and not is_band and not (is_causal and seq_q < 2048) else 2
+    # No limit, and one beyond all keys, is the largest number that makes no difference.
+    lower = -seq_q if lower is None else max(lower, -seq_q)
+    upper = seq_kv if upper is None else min(upper, seq_kv)
     # Causal queries past the last key meet no diagonal: their last key tile is one that they see whole.
-    diagonal_first = is_causal and cdiv(seq_q, BLOCK_N) <= cdiv(seq_kv, BLOCK_N)
-    schedule = table(_schedule(cdiv(seq_q, rows), batch * n_heads, rows, seq_kv, head_dim, is_causal, q.device))
+    diagonal_first = is_causal and cdiv(seq_q, block_n) <= cdiv(seq_kv, block_n)
+    schedule = table(
+        _schedule(batch * n_heads, block_m * n_consumers, seq_q, seq_kv, lower, upper, block_n, q.shape[-1], q.device)
+    )
+    target = out if tma_can_address(out) else padded(out)
     launch(
         _attention_fwd_hopper_kernel,
         (schedule.shape[0],),
-        descriptor(q, [1, 1, block_m, head_dim]),
-        descriptor(k, [1, 1, BLOCK_N, head_dim]),
-        descriptor(v, [1, 1, BLOCK_N, head_dim]),
-        descriptor(out, [1, 1, block_m, head_dim]),
-        lse, schedule, seq_q, seq_kv, n_heads, n_heads // n_kv_heads, schedule.shape[1], scale * LOG2_E,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, HEAD_DIM=head_dim, NUM_CONSUMERS=n_consumers, STAGES=2, IS_CAUSAL=is_causal,
-        DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv, REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
+        descriptor(q, [1, 1, block_m, width]),
+        descriptor(k, [1, 1, block_n, width]),
+        descriptor(v, [1, 1, block_n, width]),
+        descriptor(target, [1, 1, block_m, width]),
+        lse, schedule, seq_q, seq_kv, lower, upper, n_heads, n_heads // n_kv_heads, schedule.shape[1], scale * LOG2_E,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=width, NUM_CONSUMERS=n_consumers, STAGES=2, IS_CAUSAL=is_causal,
+        IS_BAND=is_band, DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv, REGISTERS=240 if n_consumers == 2 else 160,
+        num_warps=4,
     )  # fmt: skip
+    if target is not out:
+        out.copy_(target)
