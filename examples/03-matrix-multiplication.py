@@ -1005,7 +1005,7 @@ tg.codegen.listing(tg.matmul, a, b, target="sm_80")
 # What we saw
 # -----------
 
-for report in (report_fp16, report_bf16, report_fp8):
+for report in (report_fp16, report_bf16, report_fp8, report_fp32):
     print(report.summary())
 
 # %%
@@ -1016,9 +1016,8 @@ for report in (report_fp16, report_bf16, report_fp8):
 # :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. At 1024³ one round needs small tiles of 64 × 128, and
 # it is :measured:`matmul-fp16: triton_gallery / torch at 1024`. cuBLAS chooses among many more tiles than we do.
 #
-# Large products are limited by the matrix unit and by the power it may draw. There torch is ahead at every size in
-# float16, by most at 3072³, where we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate over
-# torch's is
+# Large products are limited by the matrix unit and by the power it may draw. There torch is ahead in float16 up to
+# 6144³; at 3072³ we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate over torch's is
 #
 # - :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³ and
 #   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³ in float16
@@ -1030,7 +1029,12 @@ for report in (report_fp16, report_bf16, report_fp8):
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, so that no
 # median reaches it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
 #
-# The time of a thin product is that of reading its weight. Up to 64 rows we are ahead of torch, at
+# In float32, which torch multiplies number by number, six products of bfloat16 bring
+# :measured:`matmul-fp32: triton_gallery / torch at 4096` of torch's rate at 4096³. Below 768³ we are slower, at
+# :measured:`matmul-fp32: triton_gallery / torch at 512` at 512³: there are few tiles, and cuBLAS has more ways to cut
+# them.
+#
+# The time of a thin product is that of reading its weight. Up to 64 rows we are ahead of torch or even, at
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of its rate for one row and
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
 # :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic counts. One row reaches

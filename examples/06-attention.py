@@ -1200,8 +1200,8 @@ decode_report
 # nothing. It takes no splits, and with :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` it is
 # the nearest to a copy.
 #
-# cuDNN is ahead at five of the six shapes. Where heads are shared, 64 sequences of 2048 positions are the worst of
-# them: we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048` of its rate. With one sequence
+# cuDNN is ahead at all six shapes. Where heads are shared, 64 sequences of 2048 positions are the worst of them: we
+# run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048` of its rate. With one sequence
 # of 32768 positions and 32 heads of keys we run at
 # :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768`.
 
@@ -1272,19 +1272,38 @@ for seq_len in (512, 1024, 4096, 16384):
 # 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a
 # mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of
 # long and short tiles pays. Of the forward passes the one with head dimension 64 and a mask wins least:
-# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst. Two of the backward passes
-# lose, both at 16384 positions and without a mask, where our curve falls:
-# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at 16384` with head dimension 128 and
-# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at 16384` with 64. Why it falls, we have not found out.
+# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst. The backward passes with a
+# mask are nowhere behind, since they begin with the longest tiles. Without one they are about even with cuDNN's, at
+# worst at :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
+# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` with 64, both in long sequences.
+#
+# The head dimensions in between follow the zeros that they are filled up with. From 129 on a tile has 256 columns, and
+# with 160 three in eight of them are zeros: there the forward pass is at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` of cuDNN. With 256, where nothing is wasted,
+# it is at :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`. The backward pass has no kernel of
+# its own there, since :math:`dK` and :math:`dV` of 64 keys would fill all registers of a warp group. Two walks take its
+# place, at :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256` of cuDNN with 256. Windows cost
+# little: against FlexAttention we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024` with
+# 1024 keys.
+#
+# In float32 a product of tiles is six of bfloat16. That is quicker than torch's own kernel in the forward pass, by
+# :measured:`attention-fwd-causal-fp32: triton_gallery / torch at 4096` at 4096 positions, and a little slower in the
+# backward pass, at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at 4096`. Larger tiles would be quicker
+# still, with `wgmma` in the place of `mma.sync`. But in Triton 3.6 such kernels read past their tiles for some
+# combinations of sizes, so the library leaves them out. Where :math:`V` has rows of another size than :math:`Q`,
+# float32 is multiplied number by number. Head dimensions over 64 are slower than torch in float32; the sweep does not
+# show them.
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for
 # each exponential where the forward pass has two. But it has more tiles to keep at a time, in registers and shared
-# memory, and :math:`dQ` has to travel to memory and back, and this weighs more. These are the other six sweeps:
+# memory, and :math:`dQ` has to travel to memory and back, and this weighs more. These are the other sweeps:
 
 for sweep_of, report in reports.items():
     if sweep_of not in (("fwd", 128, False), ("fwd", 128, True)):
         print(report.summary())
+for report in (report_head_dims, report_head_dims_bwd, report_window, report_fp32, report_fp32_bwd):
+    print(report.summary())
 
 # %%
 # Break it: a first tile with nothing in it
