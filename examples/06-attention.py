@@ -1290,9 +1290,9 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at 4096` at 4096 positions, and a little slower in the
 # backward pass, at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at 4096`. Larger tiles would be quicker
 # still, with `wgmma` in the place of `mma.sync`. But in Triton 3.6 such kernels read past their tiles for some
-# combinations of sizes, so the library leaves them out. Where :math:`V` has rows of another size than :math:`Q`,
-# float32 is multiplied number by number. Head dimensions over 64 are slower than torch in float32; the sweep does not
-# show them.
+# combinations of sizes, so the library leaves them out. Where :math:`V` has rows of another size than :math:`Q`, or
+# rows do not begin at multiples of 16 bytes, float32 is multiplied number by number. Head dimensions over 64 are slower
+# than torch in float32; the sweep does not show them.
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for

@@ -664,7 +664,7 @@ _TILES = {
 
 
 def _config(
-    kernel: str, block_d: int, block_dv: int, dtype: torch.dtype, device: torch.device, use_tma: bool
+    kernel: str, block_d: int, block_dv: int, dtype: torch.dtype, device: torch.device, use_tma: bool, precision: str
 ) -> dict[str, int]:
     """The launch options of one kernel ("fwd", "dkdv" or "dq"); nothing is tuned at the first call."""
     widest = max(block_d, block_dv)
@@ -675,13 +675,16 @@ def _config(
         arch = cuda_arch(device)
         if is_amd(device):
             kind += ", AMD"
-        elif dtype == torch.float32 and arch == 90 and block_d == block_dv:
+        elif precision == "bf16x6":
             kind += ", Hopper"
-        elif use_tma and arch < 120 and (block_d == block_dv or widest < 256):
+        elif use_tma and arch < 120:
             # Only for descriptors: pointers take the registers that these larger tiles need. 120 is a Blackwell without
             # tensor memory, and with the shared memory of older consumer GPUs.
             kind += ", Hopper" if arch == 90 else ", Blackwell"
     tiles = next(tiles for largest, tiles in _TILES[kind].items() if widest <= largest)
+    if kind == "16-bit, Hopper" and widest == 256 and block_d != block_dv:
+        # Rows of two sizes take more registers.
+        tiles = tiles | {"dkdv": (32, 64, 8, 2), "dq": (64, 64, 8, 2)}
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tiles[kernel], strict=True))
 
 
@@ -744,11 +747,12 @@ def _clamp(seq_q: int, seq_k: int, lower: int | None, upper: int | None) -> tupl
 def _precision(q: torch.Tensor, v: torch.Tensor, align: int) -> str:
     """What torch's settings ask of float32 products; TF32 is left to aligned rows, for the reason at `_for_tma`.
 
-    Where rows of v are wider or narrower than those of q, six products in the place of one need more registers than
-    there are.
+    Where rows are not aligned, or those of v wider or narrower than those of q, addresses take the registers that six
+    products in the place of one would need.
     """
     precision = dot_precision(q, reduced=align == 4 and allows_tf32())
-    return "ieee" if precision == "bf16x6" and _block_d(q.shape[-1]) != _block_d(v.shape[-1]) else precision
+    is_even = align == 4 and _block_d(q.shape[-1]) == _block_d(v.shape[-1])
+    return "ieee" if precision == "bf16x6" and not is_even else precision
 
 
 def _fits_hopper(q, k, v, scale: float, lower: int | None, upper: int | None) -> bool:
@@ -801,7 +805,8 @@ def _attention_fwd(
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
     align = _alignment(q, k, v, out)
     use_tma = _use_tma(q, k, v)
-    config = _config("fwd", block_d, block_dv, q.dtype, q.device, use_tma)
+    precision = _precision(q, v, align)
+    config = _config("fwd", block_d, block_dv, q.dtype, q.device, use_tma, precision)
     sources = q, k, v
     if use_tma:
         sources = (
@@ -816,7 +821,7 @@ def _attention_fwd(
         _heads_per_section(batch * n_heads, seq_k, (head_dim + head_dim_v) * k.element_size()),
         q.stride(), k.stride(), v.stride(), out.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q, v, align),
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=precision,
         **config,
     )  # fmt: skip
     return out, lse
@@ -921,9 +926,10 @@ def _attention_bwd(
     align = _alignment(q, k, v, out, dout, dq, dk, dv)
     use_tma = _use_tma(q, k, v, dout)
     row_bytes = (head_dim + head_dim_v) * q.element_size()
+    precision = _precision(q, v, align)
     constants = dict(
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=_precision(q, v, align),
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=precision,
     )  # fmt: skip
 
     padded_seq_q = cdiv(seq_q, _PADDING) * _PADDING
@@ -945,7 +951,7 @@ def _attention_bwd(
         HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
     )  # fmt: skip
     if dk.numel() > 0:
-        config = _config("dkdv", block_d, block_dv, q.dtype, q.device, use_tma)
+        config = _config("dkdv", block_d, block_dv, q.dtype, q.device, use_tma, precision)
         launch(
             _attention_bwd_dkdv_kernel,
             (cdiv(seq_k, config["BLOCK_N"]) * batch * n_kv_heads,),
@@ -956,7 +962,7 @@ def _attention_bwd(
             **constants, **config,
         )  # fmt: skip
     if dq.numel() > 0:
-        config = _config("dq", block_d, block_dv, q.dtype, q.device, use_tma)
+        config = _config("dq", block_d, block_dv, q.dtype, q.device, use_tma, precision)
         launch(
             _attention_bwd_dq_kernel,
             (cdiv(seq_q, config["BLOCK_M"]) * batch * n_heads,),
