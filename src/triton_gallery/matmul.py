@@ -286,14 +286,15 @@ def _pays_to_copy(a: torch.Tensor, b: torch.Tensor, way: str) -> bool:
 
 def _num_parts(M: int, N: int, K: int, batch: tuple, device: torch.device) -> int:
     """In how many parts to sum over a long K, so that few tiles keep the whole GPU busy."""
-    n_tiles = cdiv(M, 64) * cdiv(N, 64)
-    n_parts = 1
-    if batch[0] == (1,) and min(M, N) > 16:
-        # Long parts are worth several programs in each multiprocessor.
-        while K % (1024 * n_parts) == 0 and n_parts * n_tiles <= num_multiprocessors(device) * (
-            2 if K // n_parts >= 4096 else 1
-        ):
-            n_parts *= 2
+    if batch[0] != (1,) or min(M, N) <= 16:
+        return 1
+    n_places = num_multiprocessors(device)
+    n_programs, n_parts = cdiv(M, 64) * cdiv(N, 64), 1
+    # Long parts are worth several programs in each multiprocessor.
+    while K // n_parts >= 1024 and K % (1024 * n_parts) == 0:
+        if n_programs * n_parts > (2 if K // n_parts >= 4096 else 1) * n_places:
+            break
+        n_parts *= 2
     return n_parts
 
 
