@@ -467,10 +467,10 @@ def launch_tiles(
     """Launch `_matmul_kernel`, with the blocks of `config` or those of `_config`."""
     (M, N), K = out.shape[-2:], a.shape[-1]
     n_matrices = out.numel() // (M * N)
+    way = dot_precision(a, reduced)
     if config is None:
         wide = loads_are_wide(a) and loads_are_wide(b)
-        is_bf16x6 = dot_precision(a, reduced) == "bf16x6"
-        config = _config(M, N, n_matrices, a.element_size(), wide, is_bf16x6, a.device)
+        config = _config(M, N, n_matrices, a.element_size(), wide, way == "bf16x6", a.device)
     launch(
         _matmul_kernel,
         (n_matrices * cdiv(M, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"]),),
@@ -482,7 +482,7 @@ def launch_tiles(
         ALIGN_M=16 if a.stride(-2) == 1 and M % 16 == 0 else 1,
         ACTIVATION=activation,
         PDL="PDL" in pdl(a.device),
-        INPUT_PRECISION=dot_precision(a, reduced),
+        INPUT_PRECISION=way,
         # Hopper's matrix unit keeps sums of float8 products in fewer than 24 bits: add 128 at a time in float32.
         MAX_NUM_IMPRECISE_ACC=min(128, config["BLOCK_K"]) if a.dtype in _FLOAT8 and not reduced else None,
     )  # fmt: skip

@@ -65,21 +65,16 @@ def block_d(q: torch.Tensor, v: torch.Tensor) -> int:
 
 
 @functools.cache
-def _schedule(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, head_dim, device):
+def _schedule(n_kv_tiles, n_heads, heads_in_flight, device):
     """An int32 table (programs, width): the tiles of each program, −1 after the last.
 
     Heads are taken in groups whose K and V stay in L2; within a group the longest tiles go first, each to the program
     that is free first. Without this, a causal mask leaves a quarter of the machine idle.
+
+    Args:
+        n_kv_tiles: how many key tiles each query tile of a head needs.
     """
-    n_tiles = cdiv(seq_q, rows)
-    n_kv_tiles = [
-        min(cdiv(min((tile + 1) * rows, seq_q) + upper, block_n), cdiv(seq_kv, block_n))
-        - max(tile * rows + lower, 0) // block_n
-        for tile in range(n_tiles)
-    ]
-    heads_in_flight = 1
-    while heads_in_flight < 64 and heads_in_flight * 2 * seq_kv * head_dim * 4 <= L2_BYTES:
-        heads_in_flight *= 2
+    n_tiles = len(n_kv_tiles)
     n_programs = min(num_multiprocessors(device), n_tiles * n_heads)
     lists = [[] for _ in range(n_programs)]
     free_at = [(0.0, program) for program in range(n_programs)]
@@ -99,6 +94,21 @@ def _schedule(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, head_dim, dev
     # torch.compile, when it prepares a CUDA graph, takes what its thread allocates for a part of the graph.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(table.to, device).result()
+
+
+def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, head_dim, device):
+    n_kv_tiles = tuple(
+        min(cdiv(min((tile + 1) * rows, seq_q) + upper, block_n), cdiv(seq_kv, block_n))
+        - max(tile * rows + lower, 0) // block_n
+        for tile in range(cdiv(seq_q, rows))
+    )
+    if min(n_kv_tiles) == max(n_kv_tiles):
+        # However many they are: a sequence that grows word by word takes one table.
+        n_kv_tiles = (1,) * len(n_kv_tiles)
+    heads_in_flight = 1
+    while heads_in_flight < 64 and heads_in_flight * 2 * seq_kv * head_dim * 4 <= L2_BYTES:
+        heads_in_flight *= 2
+    return table(_schedule(n_kv_tiles, n_heads, heads_in_flight, device))
 
 
 @gluon.jit
@@ -522,8 +532,8 @@ def forward(
     upper = seq_kv if upper is None else min(upper, seq_kv)
     # Causal queries past the last key meet no diagonal: their last key tile is one that they see whole.
     diagonal_first = is_causal and cdiv(seq_q, block_n) <= cdiv(seq_kv, block_n)
-    schedule = table(
-        _schedule(batch * n_heads, block_m * n_consumers, seq_q, seq_kv, lower, upper, block_n, q.shape[-1], q.device)
+    schedule = _schedule_for(
+        batch * n_heads, block_m * n_consumers, seq_q, seq_kv, lower, upper, block_n, q.shape[-1], q.device
     )
     target = out if tma_can_address(out) else padded(out)
     launch(
