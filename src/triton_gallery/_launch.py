@@ -7,13 +7,14 @@ call would build.
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -251,6 +252,17 @@ def descriptor(
 
 
 _interpreter = threading.Lock()  # it keeps the program that runs in a global variable
+
+
+def _patch_tensor(tensor: type, scope, patch: Callable = interpreter._patch_lang_tensor) -> None:
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+if triton.__version__.startswith("3.6."):
+    # Its interpreter cannot count to an argument of the kernel: NumPy no longer takes an array of one number for an
+    # integer.
+    interpreter._patch_lang_tensor = _patch_tensor
 
 
 def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -> None:

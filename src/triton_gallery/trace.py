@@ -259,11 +259,7 @@ class _Recorder:
         builder = interpreter.interpreter_builder
         patches = {name: functools.partial(getattr(self, name), getattr(builder, name)) for name in _OPERATIONS}
         convert = functools.partial(self.convert, interpreter._implicit_cvt)
-        patch_tensor = functools.partial(_patch_tensor, interpreter._patch_lang_tensor)
-        with (
-            _replaced(builder, **patches),
-            _replaced(interpreter, _implicit_cvt=convert, _patch_lang_tensor=patch_tensor),
-        ):
+        with _replaced(builder, **patches), _replaced(interpreter, _implicit_cvt=convert):
             yield
 
     def convert(self, convert: Callable, arg):
@@ -308,12 +304,6 @@ class _Recorder:
             self.accesses.append(Access(kind, name, program, offsets, lanes, missed))
             outside |= missed
         return TensorHandle(addresses.astype(np.uint64), ptrs.dtype), TensorHandle(on & ~outside, tl.int1)
-
-
-def _patch_tensor(patch: Callable, tensor: type, scope) -> None:
-    patch(tensor, scope)
-    # Triton 3.6 fails here with NumPy from 2.4 on, where an array of one number is no integer.
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 _OPERATIONS = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
