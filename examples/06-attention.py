@@ -668,9 +668,9 @@ except ValueError as error:
 # ----------------------------------------------------------
 #
 # The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H200, the library has a
-# second pair. They serve what most models train with: float16 or bfloat16, with any mask that leaves each query a key,
-# and in the backward pass a head dimension from 17 to 128. Where that does not hold, the kernels above stay in charge.
-# Both pairs compute the same formulas. What changes is who waits for whom.
+# second set. They serve what most models train with: float16 or bfloat16, with any mask that leaves each query a key,
+# and in the backward pass a head dimension over 16. Where that does not hold, the kernels above stay in charge. Both
+# sets compute the same formulas. What changes is who waits for whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
@@ -700,8 +700,12 @@ except ValueError as error:
 # as well, by atomic additions. Their order is whatever happens, floating-point addition depends on the order, and so
 # :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do not.
 #
-# Whoever needs the same bits every time says so in torch's own words. `torch.use_deterministic_algorithms(True)` makes
-# the library take the two walks with seven products instead. (Without a GPU it always does.)
+# A third kernel sums nothing in memory. A program owns 128 rows of one gradient, keeps them in registers and walks
+# along all tiles that add to them, as the forward kernel does. For all three gradients these are eight products, since
+# each walk needs the scores anew. It serves rows of more than 128 numbers: registers cannot hold :math:`dK` and
+# :math:`dV` of 64 keys at a time there. And it is a way to the same bits every time. Whoever needs those says so in
+# torch's own words: after `torch.use_deterministic_algorithms(True)`, the kernel with the one walk leaves :math:`dQ`
+# out, and the third one makes it, which is seven products. (Without a GPU it is always the two walks from further up.)
 
 half = [torch.randn(1, 2, 100, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
 torch.use_deterministic_algorithms(True)
@@ -1023,7 +1027,7 @@ report_head_dims.plot()
 report_head_dims
 
 # %%
-# The backward pass has kernels for Hopper up to head dimension 128:
+# The backward pass changes its kernel past a head dimension of 128:
 
 report_head_dims_bwd = head_dims("bwd", "backward").run()
 report_head_dims_bwd.plot()
@@ -1031,6 +1035,47 @@ report_head_dims_bwd.plot()
 # %%
 
 report_head_dims_bwd
+
+# %%
+# What do the same bits every time cost? This is the backward pass with head dimension 128 and a causal mask once more,
+# in torch's default mode and in its deterministic one. (We keep torch from filling new memory with NaN, as it does in
+# that mode to show who reads what nobody wrote.)
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["seq_len"],
+        x_vals=[512, 1024, 2048, 4096, 8192, 16384],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "triton_gallery deterministic", "cuDNN", "FlashAttention-2 deterministic"],
+        line_names=["triton_gallery", "triton_gallery deterministic", "cuDNN", "FlashAttention-2 deterministic"],
+        xlabel="sequence length",
+        ylabel="TFLOP/s",
+        plot_name="attention-bwd-deterministic-fp16",
+        args={},
+    ),
+    title="Attention backward, causal, head dimension 128, float16, in two modes",
+    limit="matmul-fp16",
+    rounds=2,
+)
+def bench_deterministic(seq_len, provider):
+    name, _, mode = provider.partition(" ")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(mode == "deterministic")
+    try:
+        return bench_attention(seq_len, "bwd", 128, True, name)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+report_deterministic = bench_deterministic.run()
+report_deterministic.plot()
+
+# %%
+
+report_deterministic
 
 # %%
 # Next, a window: 16 heads of 16384 positions, where a query sees itself and so many keys before it. torch's attention
@@ -1302,7 +1347,14 @@ for seq_len in (512, 1024, 4096, 16384):
 for sweep_of, report in reports.items():
     if sweep_of not in (("fwd", 128, False), ("fwd", 128, True)):
         print(report.summary())
-for report in (report_head_dims, report_head_dims_bwd, report_window, report_fp32, report_fp32_bwd):
+for report in (
+    report_head_dims,
+    report_head_dims_bwd,
+    report_deterministic,
+    report_window,
+    report_fp32,
+    report_fp32_bwd,
+):
     print(report.summary())
 
 # %%

@@ -81,6 +81,7 @@ CALLS = [
     attention(300, 333, 128, heads=(4, 2), return_lse=False, causal_alignment="bottom-right", is_causal=True),
     attention(300, 333, 100, heads=(4, 2), window=(90, 5)),
     attention(300, 200, 256, window=(90, None)),
+    attention(300, 333, 200, heads=(4, 2)),
 ]
 
 

@@ -115,7 +115,7 @@ def installed(tmp_path_factory) -> Path:
     return python
 
 
-@these(PAGES[0], PAGES[-1])
+@these(PAGES[0])
 def test_page_runs_as_a_notebook_where_the_package_is_installed(page, installed, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -617,7 +617,7 @@ _TILES = {
     "16-bit, Hopper": {
         64: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
         128: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
-        256: {"fwd": (128, 64, 8, 2), "dkdv": (64, 64, 8, 2), "dq": (128, 32, 8, 3)},
+        256: {"fwd": (128, 64, 8, 2), "dkdv": (32, 64, 8, 2), "dq": (64, 64, 8, 2)},
     },
     "16-bit, Blackwell": {  # accumulators live in tensor memory, which has no room for two of head_dim 256
         64: {"fwd": (128, 128, 8, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
@@ -682,9 +682,6 @@ def _config(
             # tensor memory, and with the shared memory of older consumer GPUs.
             kind += ", Hopper" if arch == 90 else ", Blackwell"
     tiles = next(tiles for largest, tiles in _TILES[kind].items() if widest <= largest)
-    if kind == "16-bit, Hopper" and widest == 256 and block_d != block_dv:
-        # Rows of two sizes take more registers.
-        tiles = tiles | {"dkdv": (32, 64, 8, 2), "dq": (64, 64, 8, 2)}
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tiles[kernel], strict=True))
 
 
@@ -909,19 +906,13 @@ def _attention_bwd(
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     q, k, v, dout = _for_tma(q, k, v, dout)
-    if (
-        _fits_hopper(q, k, v, scale, lower, upper)
-        and 16 < max(head_dim, head_dim_v) <= 128
-        and dlse is None
-        # It sums dQ in no fixed order.
-        and not torch.are_deterministic_algorithms_enabled()
-    ):
-        hopper.load("attention_backward").backward(dout, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
+    dlse = None if dlse is None else dlse.contiguous()
+    if _fits_hopper(q, k, v, scale, lower, upper) and max(head_dim, head_dim_v) > 16:
+        hopper.load("attention_backward").backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv
     if dout.stride(-1) != 1:
         # The gradient of a sum is one number with strides 0: a copy lets the kernels load whole rows.
         dout = dout.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
     align = _alignment(q, k, v, out, dout, dq, dk, dv)
     use_tma = _use_tma(q, k, v, dout)
@@ -1070,10 +1061,10 @@ def attention(
         and each needs room for a float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16
         bytes are copied on GPUs with TMA, and so may the output and the gradients be.
 
-        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key. For the backward
-        pass there are such kernels where the larger head_dim is from 17 to 128 and lse has no gradient. They keep the
-        gradient of q in float32 and add it up in no fixed order. :func:`torch.use_deterministic_algorithms` selects the
-        kernels whose sums have one: with these, and in every other case, forward and backward repeat bit for bit.
+        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so does their
+        backward pass where the larger head_dim is more than 16. With rows of up to 128 numbers it keeps the gradient of
+        q in float32 and adds it up in no fixed order. :func:`torch.use_deterministic_algorithms` selects kernels whose
+        sums have one: with these, and in every other case, forward and backward repeat bit for bit.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 

@@ -2,7 +2,8 @@
 
 A program owns 128 keys, keeps their dK and dV in registers and walks the queries; one warp group starts TMA copies, two
 do the arithmetic. dQ is summed in float32 memory by TMA reductions, whose order is not fixed, so dQ may differ in its
-last bits between runs (dK and dV do not). Where that matters, `triton_gallery.attention` uses its two-pass kernels.
+last bits between runs (dK and dV do not). Where that matters, this kernel leaves dQ to `attention_gradients`, which
+also has the three gradients of rows past 128 numbers.
 
 Source: Shah et al., FlashAttention-3 (2024), for the order of the products.
 """
@@ -32,10 +33,9 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from .attention_forward import L2_BYTES, LOG2_E, block_d
+from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_gradient, own_tile
 
 KEYS_PER_PROGRAM = 128
-QUERIES_PER_TILE = 64
-STATS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
@@ -63,27 +63,6 @@ def _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER: gl.constexpr, HAS_
 
 
 @gluon.jit
-def _own_tile(n_kv_tiles, heads_per_section, HAS_LIMIT: gl.constexpr):
-    """Which key tile of which head (of all batches) this program owns.
-
-    With limits key tiles differ in length: within a section of heads, whose queries fit the L2 cache, every head's
-    first tile starts first, which is the longest under a causal mask, and short ones fill the gaps at the end.
-    """
-    program = gl.program_id(0)
-    if HAS_LIMIT:
-        n_heads = gl.num_programs(0) // n_kv_tiles
-        first_head = program // (n_kv_tiles * heads_per_section) * heads_per_section
-        n_section_heads = gl.minimum(heads_per_section, n_heads - first_head)
-        rank = program - first_head * n_kv_tiles
-        kv_tile = rank // n_section_heads
-        kv_head = first_head + rank % n_section_heads
-    else:
-        kv_tile = program % n_kv_tiles
-        kv_head = program // n_kv_tiles
-    return kv_tile, kv_head
-
-
-@gluon.jit
 def _wrapped(q_tile, n_q_tiles, HAS_LIMIT: gl.constexpr):
     if not HAS_LIMIT:
         q_tile = gl.where(q_tile >= n_q_tiles, q_tile - n_q_tiles, q_tile)
@@ -97,7 +76,7 @@ def _bwd_producer(
     upper, STAGES: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
 ):  # fmt: skip
     """Copies the program's K and V once, then Q, dO and the row statistics of one query tile after another."""
-    kv_tile, kv_head = _own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    kv_tile, kv_head = own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
     n_kv_heads = n_heads // group_size
     mbarrier.expect(k_full, k_desc.block_type.nbytes)
@@ -126,8 +105,8 @@ def _bwd_producer(
 def _bwd_step(
     step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, q_tile, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr,
-    EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr, MASK_LOWER: gl.constexpr,
+    MASK_UPPER: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 queries against this consumer's 64 keys; S, P and dP stand transposed (keys x queries).
 
@@ -167,29 +146,33 @@ def _bwd_step(
     dv_token = warpgroup_mma(p_operand, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp_token,))
     ds = (p * (dp - delta[None, :])).to(dtype)
-    ds_both.slice(CONSUMER * 64, 64, dim=0).store(ds)
-    fence_async_shared()
-    _meet()
-    dq_zeros = gl.zeros([64, DQ_COLS], gl.float32, DQ_LAYOUT)
-    if BLOCK_D == 128:
-        dq_token = warpgroup_mma(
-            k_tile.slice(CONSUMER * 64, 64, dim=1).permute((1, 0)), ds_both, dq_zeros, use_acc=False, is_async=True
-        )
-    else:
-        dq_token = warpgroup_mma(
-            k_tile.permute((1, 0)), ds_both.slice(CONSUMER * 32, 32, dim=1), dq_zeros, use_acc=False, is_async=True
-        )
+    if HAS_DQ:
+        ds_both.slice(CONSUMER * 64, 64, dim=0).store(ds)
+        fence_async_shared()
+        _meet()
+        dq_zeros = gl.zeros([64, DQ_COLS], gl.float32, DQ_LAYOUT)
+        if BLOCK_D == 128:
+            dq_token = warpgroup_mma(
+                k_tile.slice(CONSUMER * 64, 64, dim=1).permute((1, 0)), ds_both, dq_zeros, use_acc=False, is_async=True
+            )
+        else:
+            dq_token = warpgroup_mma(
+                k_tile.permute((1, 0)), ds_both.slice(CONSUMER * 32, 32, dim=1), dq_zeros, use_acc=False, is_async=True
+            )
     dk_token = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
-    dv = warpgroup_mma_wait(2, deps=(dv_token,))
-    dq = warpgroup_mma_wait(1, deps=(dq_token,)) * scale
-    store_wait(0)
-    dq_smem.permute((1, 0)).store(dq)
-    fence_async_shared()
-    row = (head * n_q_tiles + q_tile) * 64
-    if BLOCK_D == 128:
-        reduce_add(dq_desc, [row, CONSUMER * 64], dq_smem)
+    if HAS_DQ:
+        dv = warpgroup_mma_wait(2, deps=(dv_token,))
+        dq = warpgroup_mma_wait(1, deps=(dq_token,)) * scale
+        store_wait(0)
+        dq_smem.permute((1, 0)).store(dq)
+        fence_async_shared()
+        row = (head * n_q_tiles + q_tile) * 64
+        if BLOCK_D == 128:
+            reduce_add(dq_desc, [row, CONSUMER * 64], dq_smem)
+        else:
+            reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
     else:
-        reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
+        dv = warpgroup_mma_wait(1, deps=(dv_token,))
     dk = warpgroup_mma_wait(0, deps=(dk_token,))
     mbarrier.arrive(q_empty.index(stage), count=1)
     return dk, dv
@@ -199,8 +182,8 @@ def _bwd_step(
 def _bwd_head(
     step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """The n query tiles of one head, from the first on."""
     # Where the tiles end that the upper limit cuts, and where those begin that the lower one cuts.
@@ -220,7 +203,8 @@ def _bwd_head(
                 step + i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem,
                 dq_desc, q_full, dout_full, q_empty, head, kv_tile,
                 _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER), n_q_tiles, seq_kv, lower, upper, scale,
-                scale_log2, BLOCK_D, STAGES, HAS_LOWER and part != 1, HAS_UPPER and part != 1, EVEN_KV, CONSUMER,
+                scale_log2, BLOCK_D, STAGES, HAS_DQ, HAS_LOWER and part != 1, HAS_UPPER and part != 1, EVEN_KV,
+                CONSUMER,
             )  # fmt: skip
     return step + n, dk, dv
 
@@ -230,14 +214,15 @@ def _bwd_consumer(
     dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
     k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section,
     seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, IS_GROUPED: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, IS_GROUPED: gl.constexpr, HAS_DQ: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 keys: keeps their dK and dV in registers while the query tiles of each head of the group pass by."""
     dtype: gl.constexpr = q_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    kv_tile, kv_head = _own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    kv_tile, kv_head = own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
     k_tile = k_smem.reshape((128, BLOCK_D))
     k_own = k_tile.slice(CONSUMER * 64, 64, dim=0)
@@ -247,8 +232,9 @@ def _bwd_consumer(
     dv = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
-    if BLOCK_D == 64:
-        # K and V fit in registers as operands of S and dP: a quarter less traffic from shared memory.
+    if BLOCK_D == 64 and HAS_DQ:
+        # K and V fit in registers as operands of S and dP: a quarter less traffic from shared memory. (Not without dQ:
+        # ptxas of Triton 3.6 was seen to put dS into K's registers then, and the next step's scores were wrong.)
         k_operand = k_own.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
         v_operand = v_own.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     else:
@@ -260,13 +246,13 @@ def _bwd_consumer(
             step, dk, dv = _bwd_head(
                 step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
                 q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-                BLOCK_D, STAGES, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
+                BLOCK_D, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
             )  # fmt: skip
     else:
         _, dk, dv = _bwd_head(
             0, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
             q_full, dout_full, q_empty, kv_head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, STAGES, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
+            BLOCK_D, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
         )  # fmt: skip
     store_wait(0)
     _meet()  # both consumers are past their last read of K and V before either overwrites them
@@ -310,6 +296,7 @@ def _attention_bwd_hopper_kernel(
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     IS_GROUPED: gl.constexpr,  # several query heads share a head of keys
+    HAS_DQ: gl.constexpr,  # otherwise dq_desc is not used
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
     DIAGONAL_FIRST: gl.constexpr,  # exactly the first two query tiles of every key tile need the upper limit's mask
@@ -347,12 +334,12 @@ def _attention_bwd_hopper_kernel(
             dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
             heads_per_section, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, STAGES, IS_GROUPED, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, 0)),
+            BLOCK_D, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, 0)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
             heads_per_section, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, STAGES, IS_GROUPED, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, 1)),
+            BLOCK_D, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
@@ -362,6 +349,7 @@ def _attention_bwd_hopper_prepare_kernel(
     out_ptr,  # (batch, n_heads, seq_q, head_dim_v)
     dout_ptr,  # (batch, n_heads, seq_q, head_dim_v)
     lse_ptr,  # (batch, n_heads, seq_q)
+    dlse_ptr,  # (batch, n_heads, seq_q), or None
     stats_ptr,  # (batch * n_heads * n_q_tiles, 2, 64)
     dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, BLOCK_D)
     out_strides,  # of batch, head and row
@@ -371,8 +359,9 @@ def _attention_bwd_hopper_prepare_kernel(
     seq_q,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_DQ_SUM: tl.constexpr,
 ):
-    """Program i, counted from the end, owns query tile i: delta = sum(O * dO) of each row, and dQ's sums set to zero.
+    """Program i, counted from the end, owns query tile i: delta = sum(O * dO) - dlse of each row; dQ's sums become 0.
 
     From the end, because what the main kernel reads first is then what the cache saw last.
     """
@@ -392,9 +381,13 @@ def _attention_bwd_hopper_prepare_kernel(
     lse = tl.load(lse_ptr + head * seq_q + rows, mask=row_mask, other=float("inf"))
     stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)
     tl.store(stats_ptrs, lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
-    tl.store(stats_ptrs + 64, tl.sum(out * dout, axis=1))
-    dq_sum_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * BLOCK_D + cols
-    tl.store(dq_sum_ptrs, tl.zeros((64, BLOCK_D), tl.float32))
+    delta = tl.sum(out * dout, axis=1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + head * seq_q + rows, mask=row_mask, other=0.0)
+    tl.store(stats_ptrs + 64, delta)
+    if HAS_DQ_SUM:
+        dq_sum_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * BLOCK_D + cols
+        tl.store(dq_sum_ptrs, tl.zeros((64, BLOCK_D), tl.float32))
 
 
 @triton.jit(do_not_specialize=["n_q_tiles", "n_heads", "seq_q"])
@@ -421,6 +414,7 @@ def _attention_bwd_hopper_finish_kernel(
 
 def backward(
     dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -433,16 +427,18 @@ def backward(
     upper: int | None,
     scale: float,
 ) -> None:
-    """Fill dQ, dK and dV, for inputs and limits that `attention_forward.supports` accepts, of head_dim up to 128.
+    """Fill dQ, dK and dV, for inputs and limits that `attention_forward.supports` accepts.
 
     Args:
         dout: gradient of the output; TMA must be able to address it.
+        dlse: gradient of lse, contiguous.
         out, lse: what the forward computed.
         dq, dk, dv: the gradients' memory; rows of head_dim contiguous numbers.
     """
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_kv, head_dim_v = v.shape
     width = block_d(q, v)
+    sums_dq = width <= 128 and not torch.are_deterministic_algorithms_enabled()
     # An even number: a key tile's diagonal crosses two query tiles. Rows past the end count for nothing.
     n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
@@ -450,38 +446,50 @@ def backward(
     # Q, dO and the float32 sums of dQ of the heads that work at the same time.
     heads_per_section = max(1, L2_BYTES // (seq_q * width * 8 * (n_heads // n_kv_heads)))
     stats = scratch((n_tiles * 2, QUERIES_PER_TILE), torch.float32, q.device)
-    dq_sum = scratch((n_tiles * QUERIES_PER_TILE, width), torch.float32, q.device)
-    dk_target, dv_target = (x if tma_can_address(x) else padded(x) for x in (dk, dv))
+    dq_sum = scratch(((n_tiles if sums_dq else 1) * QUERIES_PER_TILE, width), torch.float32, q.device)
     launch(
         _attention_bwd_hopper_prepare_kernel,
         (n_tiles,),
-        out, dout, lse, stats, dq_sum, out.stride()[:3], dout.stride()[:3], n_q_tiles, n_heads, seq_q,
-        HEAD_DIM_V=head_dim_v, BLOCK_D=width, num_warps=4,
+        out, dout, lse, dlse, stats, dq_sum, out.stride()[:3], dout.stride()[:3], n_q_tiles, n_heads, seq_q,
+        HEAD_DIM_V=head_dim_v, BLOCK_D=width, HAS_DQ_SUM=sums_dq, num_warps=8 if width == 256 else 4,
     )  # fmt: skip
-    launch(
-        _attention_bwd_hopper_kernel,
-        (batch * n_kv_heads * n_kv_tiles,),
-        descriptor(q, [1, 1, QUERIES_PER_TILE, width]),
-        descriptor(dout, [1, 1, QUERIES_PER_TILE, width]),
-        descriptor(k, [1, 1, KEYS_PER_PROGRAM, width]),
-        descriptor(v, [1, 1, KEYS_PER_PROGRAM, width]),
-        launch_descriptor(
-            TensorDescriptor, stats, tuple(stats.shape), stats.stride(), (1, QUERIES_PER_TILE), STATS_LAYOUT
-        ),
-        descriptor(dk_target, [1, 1, KEYS_PER_PROGRAM, width]),
-        descriptor(dv_target, [1, 1, KEYS_PER_PROGRAM, width]),
-        descriptor(dq_sum, [64, 64] if width == 128 else [32, 64]),
-        n_kv_tiles, n_q_tiles, n_heads, n_heads // n_kv_heads, heads_per_section, seq_kv,
-        max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
-        BLOCK_D=width, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_LOWER=lower is not None,
-        HAS_UPPER=upper is not None, DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q,
-        EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
-    )  # fmt: skip
-    launch(
-        _attention_bwd_hopper_finish_kernel,
-        (n_tiles,),
-        dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, BLOCK_D=width, num_warps=4,
-    )  # fmt: skip
-    for target, x in ((dk_target, dk), (dv_target, dv)):
+    stats_desc = launch_descriptor(
+        TensorDescriptor, stats, tuple(stats.shape), stats.stride(), (1, QUERIES_PER_TILE), STATS_LAYOUT
+    )
+    tma_dk, tma_dv = (x if tma_can_address(x) else padded(x) for x in (dk, dv))
+    if width <= 128:
+        launch(
+            _attention_bwd_hopper_kernel,
+            (batch * n_kv_heads * n_kv_tiles,),
+            descriptor(q, [1, 1, QUERIES_PER_TILE, width]),
+            descriptor(dout, [1, 1, QUERIES_PER_TILE, width]),
+            descriptor(k, [1, 1, KEYS_PER_PROGRAM, width]),
+            descriptor(v, [1, 1, KEYS_PER_PROGRAM, width]),
+            stats_desc,
+            descriptor(tma_dk, [1, 1, KEYS_PER_PROGRAM, width]),
+            descriptor(tma_dv, [1, 1, KEYS_PER_PROGRAM, width]),
+            descriptor(dq_sum, [64, 64] if width == 128 else [32, 64]),
+            n_kv_tiles, n_q_tiles, n_heads, n_heads // n_kv_heads, heads_per_section, seq_kv,
+            max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
+            BLOCK_D=width, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq, HAS_LOWER=lower is not None,
+            HAS_UPPER=upper is not None, DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q,
+            EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
+        )  # fmt: skip
+    else:
+        # What is the lower limit to queries is the upper one to keys.
+        limits = (None if upper is None else -upper, None if lower is None else -lower)
+        fill_gradient("k", tma_dk, k, v, q, dout, stats, stats_desc, *limits, scale)
+        fill_gradient("v", tma_dv, k, v, q, dout, stats, stats_desc, *limits, scale)
+    tma_dq = dq
+    if sums_dq:
+        launch(
+            _attention_bwd_hopper_finish_kernel,
+            (n_tiles,),
+            dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, BLOCK_D=width, num_warps=4,
+        )  # fmt: skip
+    else:
+        tma_dq = dq if tma_can_address(dq) else padded(dq)
+        fill_gradient("q", tma_dq, q, dout, k, v, stats, stats_desc, lower, upper, scale)
+    for target, x in ((tma_dq, dq), (tma_dk, dk), (tma_dv, dv)):
         if target is not x:
             x.copy_(target)
