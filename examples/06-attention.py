@@ -1325,11 +1325,19 @@ for seq_len in (512, 1024, 4096, 16384):
 # The head dimensions in between follow the zeros that they are filled up with. From 129 on a tile has 256 columns, and
 # with 160 three in eight of them are zeros: there the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` of cuDNN. With 256, where nothing is wasted,
-# it is at :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`. The backward pass has no kernel of
-# its own there, since :math:`dK` and :math:`dV` of 64 keys would fill all registers of a warp group. Two walks take its
-# place, at :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256` of cuDNN with 256. Windows cost
-# little: against FlexAttention we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024` with
-# 1024 keys.
+# it is at :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`. The backward passes are at
+# :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 160` and
+# :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256`: eight products instead of five, but none of
+# them waits for memory.
+#
+# That also keeps the deterministic mode close to the other one. With 4096 positions it reaches
+# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 4096` the rate of the
+# default, and :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at 4096` that of cuDNN,
+# which may vary. The mode of FlashAttention-2 slows down as sequences grow. The default stays what it is in torch: as
+# fast as we can, with last bits of :math:`dQ` that may vary.
+#
+# Windows cost little: against FlexAttention we are at
+# :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024` with 1024 keys.
 #
 # In float32 a product of tiles is six of bfloat16. That is quicker than torch's own kernel in the forward pass, by
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at 4096` at 4096 positions, and a little slower in the
