@@ -252,7 +252,10 @@ class Report:
             ax.set_yscale("log")
         else:
             ax.set_ylim(0, 1.05 * ax.dataLim.ymax)
-        ax.set(title=f"{r['title']}, measured on {r['gpu']}", xlabel=r["x"], ylabel=f"throughput ({r['unit']})")
+        # About 84 characters fit into one line.
+        title = f"{r['title']}, measured on {r['gpu']}"
+        title = title if len(title) <= 84 else title.replace(", measured", ",\nmeasured")
+        ax.set(title=title, xlabel=r["x"], ylabel=f"throughput ({r['unit']})")
         ax.grid(color="#dddddd", linewidth=0.6)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
         return Data(self)
