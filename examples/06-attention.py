@@ -1316,11 +1316,12 @@ for seq_len in (512, 1024, 4096, 16384):
 # which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against cuDNN, with
 # 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a
 # mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of
-# long and short tiles pays. Of the forward passes the one with head dimension 64 and a mask wins least:
-# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` at its worst. The backward passes with a
-# mask are nowhere behind, since they begin with the longest tiles. Without one they are about even with cuDNN's, at
-# worst at :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
-# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` with 64, both in long sequences.
+# long and short tiles pays. Least is won in short sequences with head dimension 64: at worst
+# :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
+# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`. The backward passes with a mask are behind
+# nowhere, since they begin with the longest tiles. Without one they are about even with cuDNN's, at worst at
+# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
+# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` with 64.
 #
 # The head dimensions in between follow the zeros that they are filled up with. From 129 on a tile has 256 columns, and
 # with 160 three in eight of them are zeros: there the forward pass is at
