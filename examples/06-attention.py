@@ -707,7 +707,7 @@ except ValueError as error:
 # torch's own words: after `torch.use_deterministic_algorithms(True)`, the kernel with the one walk leaves :math:`dQ`
 # out, and the third one makes it, which is seven products. (Without a GPU it is always the two walks from further up.)
 
-half = [torch.randn(1, 2, 100, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
+half = [torch.randn(1, 2, 300, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
 torch.use_deterministic_algorithms(True)
 first, second = gradients_of(tg.attention, *half), gradients_of(tg.attention, *half)
 torch.use_deterministic_algorithms(False)
@@ -1319,7 +1319,8 @@ for seq_len in (512, 1024, 4096, 16384):
 # long and short tiles pays. Least is won in short sequences with head dimension 64: at worst
 # :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
 # :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`. The backward passes with a mask are behind
-# nowhere, since they begin with the longest tiles. Without one they are about even with cuDNN's, at worst at
+# nowhere with these two head dimensions, since they begin with the longest tiles. Without one they are about even with
+# cuDNN's, at worst at
 # :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
 # :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` with 64.
 #
@@ -1328,17 +1329,19 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` of cuDNN. With 256, where nothing is wasted,
 # it is at :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`. The backward passes are at
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 160` and
-# :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256`: eight products instead of five, but none of
-# them waits for memory.
+# :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256`: eight products instead of five, but no sums
+# in memory.
 #
-# That also keeps the deterministic mode close to the other one. With 4096 positions it reaches
+# In the deterministic mode seven products take the place of five where the head dimension is 128. It reaches
 # :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 4096` the rate of the
-# default, and :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at 4096` that of cuDNN,
-# which may vary. The mode of FlashAttention-2 slows down as sequences grow. The default stays what it is in torch: as
-# fast as we can, with last bits of :math:`dQ` that may vary.
+# default with 4096 positions, at worst
+# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at worst`, and with 4096
+# positions :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at 4096` the rate of cuDNN
+# in its default mode. The default stays what it is in torch: as fast as we can, with last bits of :math:`dQ` that may
+# vary.
 #
-# Windows cost little: against FlexAttention we are at
-# :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024` with 1024 keys.
+# With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024` of
+# FlexAttention.
 #
 # In float32 a product of tiles is six of bfloat16. That is quicker than torch's own kernel in the forward pass, by
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at 4096` at 4096 positions, and a little slower in the

@@ -196,6 +196,20 @@ def test_kernels_for_hopper_of_any_window(head_dim, window, seq_q, seq_k, determ
     check(q, k, v, window=window, causal_alignment="bottom-right")
 
 
+@pytest.mark.parametrize("head_dim", [128, 136])
+def test_more_heads_than_the_kernels_for_hopper_can_count(head_dim):
+    q, k, v = (torch.empty(1, 50_000, 130, head_dim, device="meta", dtype=torch.float16) for _ in "qkv")
+    ((kernels,),) = tg.codegen._compile(tg.codegen._pack([(tg.attention, (q, k, v), {}, True)], ("sm_90",)))
+    names = {kernel.name for kernel in kernels}
+    assert "_attention_fwd_hopper_kernel" in names and "_attention_bwd_dq_kernel" in names
+
+
+@pytest.mark.gpu
+def test_many_heads(device):
+    q, k, v = inputs((1, 50_000, 9, 136), (1, 50_000, 9, 136), torch.float16, device)
+    check(q, k, v)
+
+
 # --- few queries: the keys are split among programs ---
 
 
@@ -650,10 +664,14 @@ def test_gradients_of_some_inputs(wanted, device):
     torch.testing.assert_close(torch.autograd.grad(tg.attention(*tensors.values()), leaves, dout), expected)
 
 
-@pytest.mark.parametrize("head_dim", [16, *(pytest.param(d, marks=pytest.mark.gpu) for d in (64, 128, 200))])
-@pytest.mark.parametrize("mask", ["causal", "window"])
-def test_results_repeat_bit_for_bit(mask, head_dim, device):
-    q, k, v = inputs((1, 4, 70, head_dim), (1, 2, 80, head_dim), torch.float16, device)
+# Three tiles of keys or more: a sum of two shares is the same in either order.
+@pytest.mark.parametrize(
+    ("head_dim", "seq_q", "seq_k"),
+    [(16, 70, 80), *(pytest.param(d, 700, 800, marks=pytest.mark.gpu) for d in (64, 128, 200))],
+)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_results_repeat_bit_for_bit(mask, head_dim, seq_q, seq_k, device):
+    q, k, v = inputs((1, 4, seq_q, head_dim), (1, 2, seq_k, head_dim), torch.float16, device)
     dout = torch.randn_like(q)
     call = functools.partial(tg.attention, enable_gqa=True, **MASKS[mask])
     first = with_gradients(call, q, k, v, dout)

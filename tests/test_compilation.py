@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import triton
 
 import triton_gallery
 from triton_gallery import codegen
@@ -220,5 +221,6 @@ def test_operands_kept_in_registers_stay(kwargs):
     writes = [match for line in lines if (match := re.match(r"(?:@!?\w+ )?(\S+) R(\d+)", line))]
     for register in kept:
         opcodes = {match[1] for match in writes if int(match[2]) == register and not match[1].startswith("ST")}
-        # Loaded once, and never written again; or copied there from another place in every step.
-        assert all(opcode.startswith("LDSM") for opcode in opcodes) or any("MOV" in opcode for opcode in opcodes)
+        # Loaded once, and never written again; or, by Triton 3.9, copied there from another place in every step.
+        is_copied = triton.__version__ >= "3.9" and any("MOV" in opcode for opcode in opcodes)
+        assert is_copied or all(opcode.startswith("LDSM") for opcode in opcodes)

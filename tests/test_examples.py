@@ -85,7 +85,7 @@ def these(*pages: Path):
 def test_page_runs_as_a_script(page, tmp_path):
     script = generated(page, tmp_path)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # More threads wait in a loop for each other, and take the more of the processors' time the more there are.
+    # More threads would count, too, while they wait for each other in a loop.
     environment = without_gpu() | {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "2"}
     command = [sys.executable, script.name]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -108,7 +108,9 @@ def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:
 
 
 def _best_peer(found, x: str) -> str:
-    peers = [row for row in found.record["rows"] if str(row["x"]) == x and row["provider"] != "triton_gallery"]
+    from triton_gallery._report import is_ours
+
+    peers = [row for row in found.record["rows"] if str(row["x"]) == x and not is_ours(row["provider"])]
     return max(peers, key=lambda row: row["median"])["provider"]
 
 

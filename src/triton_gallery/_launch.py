@@ -254,14 +254,13 @@ def descriptor(
 _interpreter = threading.Lock()  # it keeps the program that runs in a global variable
 
 
-def _patch_tensor(tensor: type, scope, patch: Callable = interpreter._patch_lang_tensor) -> None:
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
 if triton.__version__.startswith("3.6."):
     # Its interpreter cannot count to an argument of the kernel: NumPy no longer takes an array of one number for an
     # integer.
+    def _patch_tensor(tensor: type, scope, patch: Callable = interpreter._patch_lang_tensor) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
     interpreter._patch_lang_tensor = _patch_tensor
 
 

@@ -907,7 +907,11 @@ def _attention_bwd(
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     q, k, v, dout = _for_tma(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
-    if _fits_hopper(q, k, v, scale, lower, upper) and max(head_dim, head_dim_v) > 16:
+    if (
+        _fits_hopper(q, k, v, scale, lower, upper)
+        and max(head_dim, head_dim_v) > 16
+        and n_heads * n_kv_heads < 2**31  # the kernels count in 32 bits
+    ):
         hopper.load("attention_backward").backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv
     if dout.stride(-1) != 1:

@@ -444,7 +444,7 @@ def backward(
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
     # Q, dO and the float32 sums of dQ of the heads that work at the same time.
-    heads_per_section = max(1, L2_BYTES // (seq_q * width * 8 * (n_heads // n_kv_heads)))
+    heads_per_section = max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * width * 8 * (n_heads // n_kv_heads))))
     stats = scratch((n_tiles * 2, QUERIES_PER_TILE), torch.float32, q.device)
     dq_sum = scratch(((n_tiles if sums_dq else 1) * QUERIES_PER_TILE, width), torch.float32, q.device)
     launch(

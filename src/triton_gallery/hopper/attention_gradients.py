@@ -2,9 +2,9 @@
 
 `attention_backward` multiplies each pair of tiles once, and for that has to sum dQ in memory. Here nothing is summed in
 memory: a program owns rows of one gradient, keeps them in registers and walks all that adds to them, as the forward
-does. The scores are computed three times then, dO Vᵀ twice: eight products of tiles instead of five. This is the way
-for rows past 128 numbers, where registers cannot hold dK and dV together, and wherever each run has to give the same
-bits.
+does. For three gradients the scores are computed three times, dO Vᵀ twice: eight products of tiles instead of five.
+This is the way for rows past 128 numbers, where registers cannot hold dK and dV together, and for dQ of shorter rows
+where each run has to give the same bits.
 """
 
 import torch
@@ -137,7 +137,7 @@ def _gradient_step(
     x = x_smem.index(x_stage).reshape((ROWS, BLOCK_D))
     y = y_smem.index(y_stage).reshape((ROWS, BLOCK_D))
     zeros = gl.zeros([64, ROWS], gl.float32, S_LAYOUT)
-    # Opaque: registers that held the addresses of all pieces of both operands would be missed elsewhere.
+    # Opaque, so that each step computes the operands' addresses: kept in registers they would push other values out.
     own = opaque(row // 64 % 2)
     own_x = own_x_smem.index(own).reshape((64, BLOCK_D))
     own_y = own_y_smem.index(own).reshape((64, BLOCK_D))
@@ -327,7 +327,7 @@ def fill_gradient(
         gradient: "q", or for rows past 128 numbers also "k" or "v".
         x, y: q and dO for "q", otherwise k and v.
         walked_x, walked_y: the other two.
-        stats: of each tile of 64 queries the logsumexp in base 2, +inf past the end, then the sums of dO * O.
+        stats: of each tile of 64 queries the logsumexp in base 2, +inf past the end, then sum(dO * O) - dlse.
         lower, upper: row i of x meets the rows from i + lower to i + upper of walked_x.
     """
     batch, n_heads, n_own, _ = x.shape
@@ -347,8 +347,8 @@ def fill_gradient(
         descriptor(walked_y, [1, 1, rows, width]),
         descriptor(out, [1, 1, 64, width]),
         stats, stats_desc, n_tiles, n_q_tiles, n_own, n_walked, n_heads, n_walked_heads,
-        max(1, L2_BYTES // (n_walked * row_bytes)),
-        # No limit, and one beyond all rows, is the largest number that makes no difference.
+        max(1, min(batch * n_heads, L2_BYTES // (n_walked * row_bytes))),
+        # A missing limit, and one beyond all rows, is the nearest number that masks nothing.
         -n_own if lower is None else max(lower, -n_own), n_walked if upper is None else min(upper, n_walked),
         scale, scale * LOG2_E,
         ROWS=rows, BLOCK_D=width, X_STAGES=2, Y_STAGES=1 if width == 256 and gradient != "v" else 2, GRADIENT=gradient,
