@@ -182,20 +182,24 @@ def compiled(request):
     return for_target
 
 
+def check(kernels: list[codegen.Kernel] | str, target: str, allowed_spills: int) -> None:
+    assert isinstance(kernels, list), kernels
+    for kernel in kernels:
+        assert kernel.registers is not None, "ptxas is missing"
+        assert kernel.spills <= allowed_spills, f"{kernel.name} spills {kernel.spills} bytes per thread"
+        assert kernel.shared <= SHARED_LIMIT[target], f"{kernel.name} asks for {kernel.shared} bytes of shared memory"
+        assert not any("serialized" in warning for warning in kernel.warnings), f"{kernel.name}: {kernel.warnings}"
+
+
 # Processes of pytest-xdist share nothing: all cases of one target belong to one of them.
 @pytest.mark.parametrize(
     ("name", "target"),
     [pytest.param(n, t, marks=pytest.mark.xdist_group(t)) for n, (_, case) in CALLS.items() for t in case.targets],
 )
 def test_compiles_within_limits(compiled, name, target):
-    kernels = compiled(target)[name]
-    assert isinstance(kernels, list), kernels
     allowed = max((size for (part, t), (size, _) in EXPECTED_SPILLS.items() if part in name and t == target), default=0)
-    for kernel in kernels:
-        assert kernel.registers is not None, "ptxas is missing"
-        assert kernel.spills <= allowed, f"{kernel.name} spills {kernel.spills} bytes per thread"
-        assert kernel.shared <= SHARED_LIMIT[target], f"{kernel.name} asks for {kernel.shared} bytes of shared memory"
-        assert not any("serialized" in warning for warning in kernel.warnings), f"{kernel.name}: {kernel.warnings}"
+    kernels = compiled(target)[name]
+    check(kernels, target, allowed)
     _, case = CALLS[name]
     if case.matrix:
         assert any(kernel.matrix for kernel in kernels)
@@ -204,6 +208,27 @@ def test_compiles_within_limits(compiled, name, target):
 def test_expected_spills_name_cases():
     for part, target in EXPECTED_SPILLS:
         assert target in codegen.TARGETS and any(part in name for name in CALLS), part
+
+
+def attention_that_repeats(*args, **kwargs):
+    torch.use_deterministic_algorithms(True)
+    return triton_gallery.attention(*args, **kwargs)
+
+
+@pytest.mark.xdist_group("deterministic")
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_kernels_of_the_deterministic_mode_compile_within_limits(dtype):
+    tensors = {d: [_tensor((2, 4, 1000, d), dtype)] * 3 for d in (64, 128)}
+    masks = [{}, {"is_causal": True}, {"window": 256}]
+    calls = [(attention_that_repeats, args, kwargs, True) for args in tensors.values() for kwargs in masks]
+    # Registers are short where tiles of 128 x 128 scores meet a causal mask and the end of the keys. With Triton 3.9 a
+    # value or two is spilled elsewhere.
+    allowed = {(128, "is_causal"): 1024, (128, "window"): 192, (64, "is_causal"): 216}
+    for (_, args, kwargs, _), (kernels,) in zip(
+        calls, codegen._compile(codegen._pack(calls, ("sm_90",), keep_asm=False)), strict=True
+    ):
+        check(kernels, "sm_90", allowed.get((args[0].shape[-1], *kwargs), 8))
+        assert {"_attention_bwd_hopper_kernel", "_attention_gradient_hopper_kernel"} <= {k.name for k in kernels}
 
 
 @pytest.mark.slow
