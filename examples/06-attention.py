@@ -1338,7 +1338,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at worst`, and with 4096
 # positions :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at 4096` the rate of cuDNN
 # in its default mode. The default stays what it is in torch: as fast as we can, with last bits of :math:`dQ` that may
-# vary.
+# vary. (The summary below has the ratios of this default to all others, also to the deterministic ones.)
 #
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024` of
 # FlexAttention.

@@ -910,7 +910,7 @@ def _attention_bwd(
     if (
         _fits_hopper(q, k, v, scale, lower, upper)
         and max(head_dim, head_dim_v) > 16
-        and n_heads * n_kv_heads < 2**31  # the kernels count in 32 bits
+        and n_heads * n_kv_heads < 2**31  # a product that the kernels form in 32 bits
     ):
         hopper.load("attention_backward").backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv
