@@ -174,7 +174,11 @@ def test_kernels_for_hopper_of_any_lengths(seq_q, seq_k, is_causal, head_dim, de
 
 @pytest.mark.gpu
 @BOTH_WAYS
-@pytest.mark.parametrize("head_dims", [(5, 5), (24, 24), (64, 100), (80, 80), (192, 128), (200, 200), (256, 256)])
+@pytest.mark.parametrize(
+    "head_dims",
+    [(5, 5), (64, 100), (72, 72), (80, 96), (96, 40), (96, 256), (150, 150), (192, 128), (192, 180), (200, 200)],
+    ids=str,
+)
 @pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window": (40, 7)}], ids=str)
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(129, 257), (300, 290), (640, 640)])
 def test_kernels_for_hopper_of_any_head_dim(head_dims, kwargs, seq_q, seq_k, deterministic, device):
@@ -194,14 +198,6 @@ def test_kernels_for_hopper_of_any_window(head_dim, window, seq_q, seq_k, determ
     q, k, v = inputs((1, 2, seq_q, head_dim), (1, 2, seq_k, head_dim), torch.float16, device)
     check(q, k, v, window=window)
     check(q, k, v, window=window, causal_alignment="bottom-right")
-
-
-@pytest.mark.parametrize("head_dim", [128, 136])
-def test_more_heads_than_the_kernels_for_hopper_can_count(head_dim):
-    q, k, v = (torch.empty(1, 50_000, 130, head_dim, device="meta", dtype=torch.float16) for _ in "qkv")
-    ((kernels,),) = tg.codegen._compile(tg.codegen._pack([(tg.attention, (q, k, v), {}, True)], ("sm_90",)))
-    names = {kernel.name for kernel in kernels}
-    assert "_attention_fwd_hopper_kernel" in names and "_attention_bwd_dq_kernel" in names
 
 
 @pytest.mark.gpu
@@ -855,7 +851,7 @@ def fuzzed(draw):
     side = st.none() | st.integers(0, 70)
     seq, head_dim = st.integers(1, 75), st.integers(1, 20)
     if DEVICE.type != "cpu":  # what the kernels for Hopper take, as well
-        seq, head_dim = st.integers(1, 600), head_dim | st.sampled_from([32, 64, 80, 128, 256])
+        seq, head_dim = st.integers(1, 600), head_dim | st.sampled_from([32, 64, 80, 96, 128, 160, 192, 256])
     head_dims = draw(st.tuples(head_dim, head_dim) | head_dim.map(lambda d: (d, d)))
     return {
         "shape_q": (draw(st.integers(1, 2)), group * n_kv_heads, draw(seq), head_dims[0]),

@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper
@@ -20,6 +21,7 @@ from ._launch import (
     next_power_of_2,
     num_multiprocessors,
     padded,
+    pdl,
     scratch,
 )
 from ._registration import apply, batch_first, differentiable, operator
@@ -296,8 +298,12 @@ def _attention_split_kernel(
     ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """A program owns a share of the keys of one head, for all queries of all heads that share it."""
+    if PDL:
+        # The kernel that joins the splits may make itself ready.
+        gdc_launch_dependents()
     split = tl.program_id(0) % n_splits
     batch_kv_head = tl.program_id(0) // n_splits
     batch = batch_kv_head // n_kv_heads
@@ -357,8 +363,11 @@ def _attention_join_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Program i owns query i of all: it joins what the splits have found, as they joined their tiles."""
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_DV)
     row_max = tl.full((), -3.4028234663852886e38, tl.float32)
@@ -875,13 +884,13 @@ def _launch_splits(
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align,
         PRECISION=_precision(q, v, align), STAGES=1 if is_amd(q.device) else 3,
-        num_warps=8 if is_wide or block_m * block_dv > 8192 else 4,
+        PDL="PDL" in pdl(q.device), num_warps=8 if is_wide or block_m * block_dv > 8192 else 4,
     )  # fmt: skip
     launch(
         _attention_join_kernel,
         (batch * n_heads * seq_q,),
         split_out, split_max, split_sum, out, lse, seq_q, n_heads, n_splits, out.stride(),
-        HEAD_DIM_V=head_dim_v, BLOCK_DV=block_dv, BLOCK_SPLITS=16, num_warps=2,
+        HEAD_DIM_V=head_dim_v, BLOCK_DV=block_dv, BLOCK_SPLITS=16, num_warps=2, **pdl(q.device),
     )  # fmt: skip
 
 
@@ -907,11 +916,7 @@ def _attention_bwd(
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     q, k, v, dout = _for_tma(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
-    if (
-        _fits_hopper(q, k, v, scale, lower, upper)
-        and max(head_dim, head_dim_v) > 16
-        and n_heads * n_kv_heads < 2**31  # a product that the kernels form in 32 bits
-    ):
+    if _fits_hopper(q, k, v, scale, lower, upper) and max(head_dim, head_dim_v) > 16:
         hopper.load("attention_backward").backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv
     if dout.stride(-1) != 1:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import cdiv, launch, padded, scratch
+from .._launch import cdiv, launch, next_power_of_2, padded, scratch
 from .._launch import descriptor as launch_descriptor
 from ._gluon import (
     TensorDescriptor,
@@ -32,7 +32,17 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .attention_forward import L2_BYTES, LOG2_E, block_d
+from .attention_forward import (
+    L2_BYTES,
+    LOG2_E,
+    row_width,
+    scale_rows,
+    start_scores,
+    start_sums,
+    store_rows,
+    wait_sums,
+    zero_rows,
+)
 from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_gradient, own_tile
 
 KEYS_PER_PROGRAM = 128
@@ -105,8 +115,8 @@ def _bwd_producer(
 def _bwd_step(
     step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, q_tile, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr, MASK_LOWER: gl.constexpr,
-    MASK_UPPER: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    BLOCK_D: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
+    MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 queries against this consumer's 64 keys; S, P and dP stand transposed (keys x queries).
 
@@ -114,8 +124,6 @@ def _bwd_step(
     """
     dtype: gl.constexpr = q_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     # dQ of a tile needs both consumers' dS; each computes half of its transpose: 64 columns of dQ by 64 or 32 queries.
     DQ_COLS: gl.constexpr = 64 if BLOCK_D == 128 else 32
@@ -124,14 +132,13 @@ def _bwd_step(
     q = q_smem.index(stage).reshape((64, BLOCK_D))
     dout = dout_smem.index(stage).reshape((64, BLOCK_D))
     ds_both = ds_smem.index(step & 1)
-    zeros = gl.zeros([64, 64], gl.float32, S_LAYOUT)
 
     mbarrier.wait(q_full.index(stage), phase(step, STAGES))
     lse = stats_smem.index(2 * stage).load(COLS)
-    s_token = warpgroup_mma(k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_token = start_scores(k_operand, q, WIDTH)
     mbarrier.wait(dout_full.index(stage), phase(step, STAGES))
-    dp_token = warpgroup_mma(v_operand, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s_token,))
+    dp_token = start_scores(v_operand, dout, WIDTH_V)
+    s = warpgroup_mma_wait(len(dv), deps=(s_token,))  # dP has as many parts as dV
     keys = kv_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     queries = q_tile * 64 + gl.arange(0, 64, COLS)
     if MASK_UPPER:
@@ -141,10 +148,9 @@ def _bwd_step(
     if not EVEN_KV:
         s = gl.where(keys[:, None] < seq_kv, s, float("-inf"))
     p = gl.exp2(s * scale_log2 - lse[None, :])
-    p_operand = gl.convert_layout(p.to(dtype), OPERAND)
     delta = stats_smem.index(2 * stage + 1).load(COLS)
-    dv_token = warpgroup_mma(p_operand, dout, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp_token,))
+    dv_tokens = start_sums(p.to(dtype), dout, dv)
+    dp = warpgroup_mma_wait(len(dv), deps=(dp_token,))
     ds = (p * (dp - delta[None, :])).to(dtype)
     if HAS_DQ:
         ds_both.slice(CONSUMER * 64, 64, dim=0).store(ds)
@@ -159,10 +165,10 @@ def _bwd_step(
             dq_token = warpgroup_mma(
                 k_tile.permute((1, 0)), ds_both.slice(CONSUMER * 32, 32, dim=1), dq_zeros, use_acc=False, is_async=True
             )
-    dk_token = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
+    dk_tokens = start_sums(ds, q, dk)
     if HAS_DQ:
-        dv = warpgroup_mma_wait(2, deps=(dv_token,))
-        dq = warpgroup_mma_wait(1, deps=(dq_token,)) * scale
+        dv = wait_sums(dv_tokens, 1 + len(dk))
+        dq = warpgroup_mma_wait(len(dk), deps=(dq_token,)) * scale
         store_wait(0)
         dq_smem.permute((1, 0)).store(dq)
         fence_async_shared()
@@ -172,8 +178,8 @@ def _bwd_step(
         else:
             reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
     else:
-        dv = warpgroup_mma_wait(1, deps=(dv_token,))
-    dk = warpgroup_mma_wait(0, deps=(dk_token,))
+        dv = wait_sums(dv_tokens, len(dk))
+    dk = wait_sums(dk_tokens, 0)
     mbarrier.arrive(q_empty.index(stage), count=1)
     return dk, dv
 
@@ -182,8 +188,9 @@ def _bwd_step(
 def _bwd_head(
     step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    BLOCK_D: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """The n query tiles of one head, from the first on."""
     # Where the tiles end that the upper limit cuts, and where those begin that the lower one cuts.
@@ -203,8 +210,8 @@ def _bwd_head(
                 step + i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem,
                 dq_desc, q_full, dout_full, q_empty, head, kv_tile,
                 _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER), n_q_tiles, seq_kv, lower, upper, scale,
-                scale_log2, BLOCK_D, STAGES, HAS_DQ, HAS_LOWER and part != 1, HAS_UPPER and part != 1, EVEN_KV,
-                CONSUMER,
+                scale_log2, BLOCK_D, WIDTH, WIDTH_V, STAGES, HAS_DQ, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
+                EVEN_KV, CONSUMER,
             )  # fmt: skip
     return step + n, dk, dv
 
@@ -214,22 +221,20 @@ def _bwd_consumer(
     dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
     k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section,
     seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, IS_GROUPED: gl.constexpr, HAS_DQ: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    BLOCK_D: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, STAGES: gl.constexpr,
+    IS_GROUPED: gl.constexpr, HAS_DQ: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 keys: keeps their dK and dV in registers while the query tiles of each head of the group pass by."""
-    dtype: gl.constexpr = q_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     kv_tile, kv_head = own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
     k_tile = k_smem.reshape((128, BLOCK_D))
     k_own = k_tile.slice(CONSUMER * 64, 64, dim=0)
     v_own = v_smem.reshape((128, BLOCK_D)).slice(CONSUMER * 64, 64, dim=0)
     dq_own = dq_smem.index(CONSUMER)
-    dk = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
-    dv = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
+    dk = zero_rows(64, WIDTH)
+    dv = zero_rows(64, WIDTH_V)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
     if BLOCK_D == 64 and HAS_DQ:
@@ -246,18 +251,18 @@ def _bwd_consumer(
             step, dk, dv = _bwd_head(
                 step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
                 q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-                BLOCK_D, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
+                BLOCK_D, WIDTH, WIDTH_V, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
             )  # fmt: skip
     else:
         _, dk, dv = _bwd_head(
             0, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
             q_full, dout_full, q_empty, kv_head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
+            BLOCK_D, WIDTH, WIDTH_V, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
         )  # fmt: skip
     store_wait(0)
     _meet()  # both consumers are past their last read of K and V before either overwrites them
-    k_own.store((dk * scale).to(dtype))
-    v_own.store(dv.to(dtype))
+    store_rows(k_own, scale_rows(dk, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT))))
+    store_rows(v_own, dv)
     fence_async_shared()
     _meet()
     n_kv_heads = n_heads // group_size
@@ -293,7 +298,9 @@ def _attention_bwd_hopper_kernel(
     upper,
     scale,
     scale_log2,
-    BLOCK_D: gl.constexpr,
+    BLOCK_D: gl.constexpr,  # 64 or 128
+    WIDTH: gl.constexpr,  # how many of these columns of q and k are computed, and
+    WIDTH_V: gl.constexpr,  # of v and dO
     STAGES: gl.constexpr,
     IS_GROUPED: gl.constexpr,  # several query heads share a head of keys
     HAS_DQ: gl.constexpr,  # otherwise dq_desc is not used
@@ -334,12 +341,14 @@ def _attention_bwd_hopper_kernel(
             dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
             heads_per_section, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, 0)),
+            BLOCK_D, WIDTH, WIDTH_V, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
+            EVEN_KV, 0)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
             heads_per_section, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, 1)),
+            BLOCK_D, WIDTH, WIDTH_V, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
+            EVEN_KV, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
@@ -437,42 +446,43 @@ def backward(
     """
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_kv, head_dim_v = v.shape
-    width = block_d(q, v)
-    sums_dq = width <= 128 and not torch.are_deterministic_algorithms_enabled()
+    width, width_v = row_width(q), row_width(v)
+    columns = next_power_of_2(max(width, width_v))
+    sums_dq = columns <= 128 and not torch.are_deterministic_algorithms_enabled()
     # An even number: a key tile's diagonal crosses two query tiles. Rows past the end count for nothing.
     n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
     # Q, dO and the float32 sums of dQ of the heads that work at the same time.
-    heads_per_section = max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * width * 8 * (n_heads // n_kv_heads))))
+    heads_per_section = max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * columns * 8 * (n_heads // n_kv_heads))))
     stats = scratch((n_tiles * 2, QUERIES_PER_TILE), torch.float32, q.device)
-    dq_sum = scratch(((n_tiles if sums_dq else 1) * QUERIES_PER_TILE, width), torch.float32, q.device)
+    dq_sum = scratch(((n_tiles if sums_dq else 1) * QUERIES_PER_TILE, columns), torch.float32, q.device)
     launch(
         _attention_bwd_hopper_prepare_kernel,
         (n_tiles,),
         out, dout, lse, dlse, stats, dq_sum, out.stride()[:3], dout.stride()[:3], n_q_tiles, n_heads, seq_q,
-        HEAD_DIM_V=head_dim_v, BLOCK_D=width, HAS_DQ_SUM=sums_dq, num_warps=8 if width == 256 else 4,
+        HEAD_DIM_V=head_dim_v, BLOCK_D=columns, HAS_DQ_SUM=sums_dq, num_warps=8 if columns == 256 else 4,
     )  # fmt: skip
     stats_desc = launch_descriptor(
         TensorDescriptor, stats, tuple(stats.shape), stats.stride(), (1, QUERIES_PER_TILE), STATS_LAYOUT
     )
     tma_dk, tma_dv = (x if tma_can_address(x) else padded(x) for x in (dk, dv))
-    if width <= 128:
+    if columns <= 128:
         launch(
             _attention_bwd_hopper_kernel,
             (batch * n_kv_heads * n_kv_tiles,),
-            descriptor(q, [1, 1, QUERIES_PER_TILE, width]),
-            descriptor(dout, [1, 1, QUERIES_PER_TILE, width]),
-            descriptor(k, [1, 1, KEYS_PER_PROGRAM, width]),
-            descriptor(v, [1, 1, KEYS_PER_PROGRAM, width]),
+            descriptor(q, [1, 1, QUERIES_PER_TILE, columns]),
+            descriptor(dout, [1, 1, QUERIES_PER_TILE, columns]),
+            descriptor(k, [1, 1, KEYS_PER_PROGRAM, columns]),
+            descriptor(v, [1, 1, KEYS_PER_PROGRAM, columns]),
             stats_desc,
-            descriptor(tma_dk, [1, 1, KEYS_PER_PROGRAM, width]),
-            descriptor(tma_dv, [1, 1, KEYS_PER_PROGRAM, width]),
-            descriptor(dq_sum, [64, 64] if width == 128 else [32, 64]),
+            descriptor(tma_dk, [1, 1, KEYS_PER_PROGRAM, columns]),
+            descriptor(tma_dv, [1, 1, KEYS_PER_PROGRAM, columns]),
+            descriptor(dq_sum, [64, 64] if columns == 128 else [32, 64]),
             n_kv_tiles, n_q_tiles, n_heads, n_heads // n_kv_heads, heads_per_section, seq_kv,
             max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
-            BLOCK_D=width, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq, HAS_LOWER=lower is not None,
-            HAS_UPPER=upper is not None, DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q,
+            BLOCK_D=columns, WIDTH=width, WIDTH_V=width_v, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
+            HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q,
             EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
         )  # fmt: skip
     else:
@@ -485,7 +495,7 @@ def backward(
         launch(
             _attention_bwd_hopper_finish_kernel,
             (n_tiles,),
-            dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, BLOCK_D=width, num_warps=4,
+            dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, BLOCK_D=columns, num_warps=4,
         )  # fmt: skip
     else:
         tma_dq = dq if tma_can_address(dq) else padded(dq)

@@ -34,6 +34,7 @@ from ._gluon import (
 
 LOG2_E = 1.4426950408889634
 MAX_TILES = gl.constexpr(4096)  # query tiles of one head; a schedule entry is head * MAX_TILES + tile
+WIDTHS = (64, 80, 96, 128, 160, 192, 256)
 L2_BYTES = 33 * 2**20  # what the heads in flight may take of the L2 cache
 
 
@@ -59,9 +60,9 @@ def supports(
     )
 
 
-def block_d(q: torch.Tensor, v: torch.Tensor) -> int:
-    """The numbers of a row in shared memory and registers, where TMA fills with zeros past head_dim."""
-    return max(64, next_power_of_2(max(q.shape[-1], v.shape[-1])))
+def row_width(x: torch.Tensor) -> int:
+    """How many columns of a row are computed, those past head_dim being zeros that TMA fills in."""
+    return next(width for width in WIDTHS if x.shape[-1] <= width)
 
 
 @functools.cache
@@ -109,6 +110,97 @@ def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, head_dim,
     while heads_in_flight < 64 and heads_in_flight * 2 * seq_kv * head_dim * 4 <= L2_BYTES:
         heads_in_flight *= 2
     return table(_schedule(n_kv_tiles, n_heads, heads_in_flight, device))
+
+
+@gluon.jit
+def matrix(smem, i):
+    """The rows of one head that one copy brought."""
+    return smem.index(i).reshape((smem.shape[3], smem.shape[4]))
+
+
+@gluon.jit
+def _zeros(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    return gl.zeros([ROWS, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+
+
+@gluon.constexpr_function
+def head_width(width):
+    """The largest power of two in width: of 96 columns 64, and 32 remain."""
+    return 1 << (width.bit_length() - 1)
+
+
+@gluon.jit
+def start_scores(x, y, WIDTH: gl.constexpr):
+    """Start x yᵀ over the first WIDTH columns. No shape has 96: of these, 64 are multiplied, and then 32."""
+    HEAD: gl.constexpr = head_width(WIDTH)
+    zeros = _zeros(x.shape[0], y.shape[0])
+    if x.shape[1] == WIDTH:
+        token = warpgroup_mma(x, y.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    else:
+        x_head, y_head = x.slice(0, HEAD, dim=1), y.slice(0, HEAD, dim=1)
+        token = warpgroup_mma(x_head, y_head.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if HEAD < WIDTH:
+            x_tail, y_tail = x.slice(HEAD, WIDTH - HEAD, dim=1), y.slice(HEAD, WIDTH - HEAD, dim=1)
+            token = warpgroup_mma(x_tail, y_tail.permute((1, 0)), token, is_async=True)
+    return token
+
+
+@gluon.jit
+def zero_rows(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Sums of WIDTH columns, kept in registers as a tuple of their parts."""
+    HEAD: gl.constexpr = head_width(WIDTH)
+    if HEAD < WIDTH:
+        rows = (_zeros(ROWS, HEAD), _zeros(ROWS, WIDTH - HEAD))
+    else:
+        rows = (_zeros(ROWS, WIDTH),)
+    return rows
+
+
+@gluon.jit
+def _start_part(p, y, acc, FIRST: gl.constexpr):
+    left = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(left, y.slice(FIRST, acc.shape[1], dim=1), acc, is_async=True)
+
+
+@gluon.jit
+def start_sums(p, y, acc):
+    """Start acc += p y for each part of acc; p has 16 bits."""
+    if len(acc) == 2:
+        tokens = (_start_part(p, y, acc[0], 0), _start_part(p, y, acc[1], acc[0].shape[1]))
+    else:
+        tokens = (_start_part(p, y, acc[0], 0),)
+    return tokens
+
+
+@gluon.jit
+def wait_sums(tokens, N_LATER: gl.constexpr):
+    """Their sums, while N_LATER products that were started later may go on."""
+    if len(tokens) == 2:
+        acc = warpgroup_mma_wait(N_LATER, deps=tokens)
+    else:
+        acc = (warpgroup_mma_wait(N_LATER, deps=tokens),)
+    return acc
+
+
+@gluon.jit
+def _scale_part(x, factor):
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def scale_rows(acc, factor):
+    if len(acc) == 2:
+        scaled = (_scale_part(acc[0], factor), _scale_part(acc[1], factor))
+    else:
+        scaled = (_scale_part(acc[0], factor),)
+    return scaled
+
+
+@gluon.jit
+def store_rows(smem, acc):
+    smem.slice(0, acc[0].shape[1], dim=1).store(acc[0].to(smem.dtype))
+    if len(acc) == 2:
+        smem.slice(acc[0].shape[1], acc[1].shape[1], dim=1).store(acc[1].to(smem.dtype))
 
 
 @gluon.jit
@@ -208,31 +300,27 @@ def _mask(s, row, col, lower, upper):
 def _fwd_step(
     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
     row, tile, lower, upper,
-    BLOCK_N: gl.constexpr, V_ROWS: gl.constexpr, NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, V_ROWS: gl.constexpr, NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     MASK: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Start S = Q Kᵀ of the next tile and acc += P V of this one together; the softmax of S runs under P V.
 
     With MASK, the tile may hold keys outside the limits of the queries from `row` on.
     """
-    BLOCK_M: gl.constexpr = q.shape[0]
-    BLOCK_D: gl.constexpr = q.shape[1]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
     next_stage = (step + 1) % STAGES
     stage = step % STAGES
-    v = v_smem.index(stage).reshape((BLOCK_N, BLOCK_D))
+    v = matrix(v_smem, stage)
     if V_ROWS < BLOCK_N:
         v = v.slice(0, V_ROWS, dim=0)
-    k = k_smem.index(next_stage).reshape((BLOCK_N, BLOCK_D))
+    k = matrix(k_smem, next_stage)
     mbarrier.wait(k_full.index(next_stage), phase(step + 1, STAGES))
     _wait_turn(CONSUMER)
-    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
-    s_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_token = start_scores(q, k, BLOCK_D)
     mbarrier.wait(v_full.index(stage), phase(step, STAGES))
-    acc_token = warpgroup_mma(p, v, acc, is_async=True)
+    acc_tokens = start_sums(p, v, acc)
     _pass_turn(CONSUMER, NUM_CONSUMERS)
-    s = warpgroup_mma_wait(1, deps=(s_token,))
+    s = warpgroup_mma_wait(len(acc), deps=(s_token,))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
     if MASK:
         s = _mask(s, row, tile * BLOCK_N, lower, upper)
@@ -241,20 +329,18 @@ def _fwd_step(
     p_f32 = gl.exp2(s * scale_log2 - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
     row_sum = row_sum * rescale + gl.sum(p_f32, 1)
-    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    acc = wait_sums(acc_tokens, 0)
     mbarrier.arrive(v_empty.index(stage), count=1)
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
-    p = gl.convert_layout(p_f32.to(q.dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2))
-    return p, acc, new_max, row_sum
+    return p_f32.to(q.dtype), scale_rows(acc, rescale), new_max, row_sum
 
 
 @gluon.jit
 def _fwd_consumer(
     out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_BAND: gl.constexpr, DIAGONAL_FIRST: gl.constexpr,
-    EVEN_KV: gl.constexpr, OUT_IN_Q: gl.constexpr, CONSUMER: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_BAND: gl.constexpr,
+    DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, OUT_IN_Q: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_M query rows of each tile; unless IS_BAND, only the first key tile it meets can need a mask."""
     dtype: gl.constexpr = out_desc.dtype
@@ -263,11 +349,10 @@ def _fwd_consumer(
     FIRST_N: gl.constexpr = BLOCK_N // 2 if HALF else BLOCK_N
     FIRST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, 16])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     step = 0
     n_done = 0
-    q = q_smem.index(CONSUMER).reshape((BLOCK_M, BLOCK_D))
+    q = matrix(q_smem, CONSUMER)
     out = out_smem.index(CONSUMER)
     if CONSUMER == NUM_CONSUMERS - 1:
         named_barrier("barrier.arrive", "9")  # the first turn is consumer 0's
@@ -281,7 +366,7 @@ def _fwd_consumer(
         begin, end = _kv_tiles(tile, seq_q, seq_kv, lower, upper, TILE_ROWS, BLOCK_N, IS_CAUSAL, IS_BAND)
         n = end - begin
         row = tile * TILE_ROWS + CONSUMER * BLOCK_M
-        acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, ACC_LAYOUT)
+        acc = zero_rows(BLOCK_M, BLOCK_DV)
         mbarrier.wait(q_full.index(CONSUMER), n_done & 1)
         if IS_CAUSAL and BLOCK_N % TILE_ROWS != 0:
             # Key tiles that lie wholly above this consumer's rows are handed back unused.
@@ -300,13 +385,12 @@ def _fwd_consumer(
 
         # The first tile: the diagonal under a causal mask, or else the ragged end of the keys.
         stage = step % STAGES
-        k = k_smem.index(stage).reshape((BLOCK_N, BLOCK_D))
+        k = matrix(k_smem, stage)
         if HALF:
             k = k.slice(0, FIRST_N, dim=0)
         mbarrier.wait(k_full.index(stage), phase(step, STAGES))
         _wait_turn(CONSUMER)
-        zeros = gl.zeros([BLOCK_M, FIRST_N], gl.float32, FIRST_LAYOUT)
-        s_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s_token = start_scores(q, k, BLOCK_D)
         _pass_turn(CONSUMER, NUM_CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -325,27 +409,27 @@ def _fwd_consumer(
         p_f32 = gl.exp2(s * scale_log2 - first_max[:, None])
         row_sum = gl.convert_layout(gl.sum(p_f32, 1), ROWS)
         row_max = gl.convert_layout(first_max, ROWS)
-        p_first = gl.convert_layout(p_f32.to(dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2))
+        p_first = p_f32.to(dtype)
 
         if HALF:
             # P of the half tile has another shape than P of a whole one, so its step stands before the loop.
             if n > 1:
                 p, acc, row_max, row_sum = _fwd_step(
                     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p_first, acc, row_max, row_sum,
-                    scale_log2, row, 0, lower, upper, BLOCK_N, FIRST_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
+                    scale_log2, row, 0, lower, upper, BLOCK_D, FIRST_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
                 )  # fmt: skip
                 step += 1
                 for _ in range(2, n):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        row, 0, lower, upper, BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
+                        row, 0, lower, upper, BLOCK_D, BLOCK_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
                     )  # fmt: skip
                     step += 1
                 mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-                acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N, BLOCK_N, STAGES)
+                acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N, STAGES)
             else:
                 mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-                acc = _last_pv(v_smem, v_full, v_empty, opaque(step), p_first, acc, BLOCK_N, FIRST_N, STAGES)
+                acc = _last_pv(v_smem, v_full, v_empty, opaque(step), p_first, acc, FIRST_N, STAGES)
         else:
             p = p_first
             if IS_BAND:
@@ -357,34 +441,34 @@ def _fwd_consumer(
                 for kv_tile in range(end - 1, full_end, -1):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        row, kv_tile - 1, lower, upper, BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, True, CONSUMER,
+                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_N, NUM_CONSUMERS, STAGES, True, CONSUMER,
                     )  # fmt: skip
                     step += 1
                 n = full_end - full_begin + 1
             for _ in range(1, n):
                 p, acc, row_max, row_sum = _fwd_step(
                     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                    row, 0, lower, upper, BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
+                    row, 0, lower, upper, BLOCK_D, BLOCK_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
                 )  # fmt: skip
                 step += 1
             if IS_BAND:
                 for kv_tile in range(full_begin, begin, -1):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        row, kv_tile - 1, lower, upper, BLOCK_N, BLOCK_N, NUM_CONSUMERS, STAGES, True, CONSUMER,
+                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_N, NUM_CONSUMERS, STAGES, True, CONSUMER,
                     )  # fmt: skip
                     step += 1
             if not OUT_IN_Q:
                 mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-            acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N, BLOCK_N, STAGES)
+            acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N, STAGES)
         step += 1
 
         rows = row + gl.arange(0, BLOCK_M, ROWS)
         lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # ln 2: back to the natural logarithm
         gl.store(lse_ptr + head.to(gl.int64) * seq_q + rows, lse, mask=rows < seq_q)
-        acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+        acc = scale_rows(acc, 1.0 / row_sum)
         store_wait(0)
-        out.reshape((BLOCK_M, BLOCK_D)).store(acc.to(dtype))
+        store_rows(matrix(out_smem, CONSUMER), acc)
         fence_async_shared()
         async_store(out_desc, [head // n_heads, head % n_heads, row, 0], out)
         if OUT_IN_Q:
@@ -396,14 +480,13 @@ def _fwd_consumer(
 
 
 @gluon.jit
-def _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N: gl.constexpr, V_ROWS: gl.constexpr, STAGES: gl.constexpr):
+def _last_pv(v_smem, v_full, v_empty, step, p, acc, V_ROWS: gl.constexpr, STAGES: gl.constexpr):
     stage = step % STAGES
-    v = v_smem.index(stage).reshape((BLOCK_N, acc.shape[1]))
-    if V_ROWS < BLOCK_N:
+    v = matrix(v_smem, stage)
+    if V_ROWS < v.shape[0]:
         v = v.slice(0, V_ROWS, dim=0)
     mbarrier.wait(v_full.index(stage), phase(step, STAGES))
-    acc_token = warpgroup_mma(p, v, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    acc = wait_sums(start_sums(p, v, acc), 0)
     mbarrier.arrive(v_empty.index(stage), count=1)
     return acc
 
@@ -412,8 +495,8 @@ def _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N: gl.constexpr, V_ROW
 def _attention_fwd_hopper_kernel(
     q_desc,  # (batch, n_heads, seq_q, head_dim)
     k_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
-    v_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
-    out_desc,  # (batch, n_heads, seq_q, head_dim)
+    v_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
+    out_desc,  # (batch, n_heads, seq_q, head_dim_v)
     lse_ptr,  # (batch, n_heads, seq_q), float32
     schedule_ptr,  # (programs, schedule_width), int32
     seq_q,
@@ -426,7 +509,8 @@ def _attention_fwd_hopper_kernel(
     scale_log2,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
+    BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
+    BLOCK_DV: gl.constexpr,  # of v and out: 64, 128, 192 or 256
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     IS_CAUSAL: gl.constexpr,  # upper is 0, and there is no lower limit
@@ -437,15 +521,17 @@ def _attention_fwd_hopper_kernel(
 ):
     """Program i owns the query tiles that row i of the schedule lists; a tile is NUM_CONSUMERS x BLOCK_M rows."""
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    Q_COLUMNS: gl.constexpr = q_desc.block_type.shape[3]
+    V_COLUMNS: gl.constexpr = v_desc.block_type.shape[3]
+    q_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, Q_COLUMNS], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, Q_COLUMNS], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, V_COLUMNS], v_desc.layout)
     # Rows of 256 leave no room for the output but where the queries were, whose successors then come later.
-    OUT_IN_Q: gl.constexpr = BLOCK_D == 256
+    OUT_IN_Q: gl.constexpr = Q_COLUMNS == 256 and V_COLUMNS == 256
     if OUT_IN_Q:
         out_smem = q_smem
     else:
-        out_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], out_desc.layout)
+        out_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, V_COLUMNS], out_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
@@ -472,13 +558,13 @@ def _attention_fwd_hopper_kernel(
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 0)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
+                EVEN_KV, OUT_IN_Q, 0)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 1)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
+                EVEN_KV, OUT_IN_Q, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
@@ -489,18 +575,18 @@ def _attention_fwd_hopper_kernel(
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 0)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
+                EVEN_KV, OUT_IN_Q, 0)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 1)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
+                EVEN_KV, OUT_IN_Q, 1)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 2)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
+                EVEN_KV, OUT_IN_Q, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
 
@@ -519,14 +605,15 @@ def forward(
     batch, n_heads, seq_q, _ = q.shape
     n_kv_heads, seq_kv = k.shape[1:3]
     block_m = 64
-    width = block_d(q, v)
-    block_n = 64 if width == 256 else 128
+    width, width_v = row_width(q), row_width(v)
+    columns, columns_v = next_power_of_2(width), next_power_of_2(width_v)
+    block_n = 64 if max(width, width_v) > 128 else 128
     is_causal = lower is None and upper == 0
     is_band = not (is_causal or (lower is None and upper is None))
     even_kv = seq_kv % block_n == 0
     # Three consumers feed the matrix unit better at head_dim 64, but make coarser causal tiles and have no registers to
     # spare for masks in the loop or of a ragged end.
-    n_consumers = 3 if width == 64 and even_kv and not is_band and not (is_causal and seq_q < 2048) else 2
+    n_consumers = 3 if width == width_v == 64 and even_kv and not is_band and not (is_causal and seq_q < 2048) else 2
     # No limit, and one beyond all keys, is the largest number that makes no difference.
     lower = -seq_q if lower is None else max(lower, -seq_q)
     upper = seq_kv if upper is None else min(upper, seq_kv)
@@ -539,14 +626,14 @@ def forward(
     launch(
         _attention_fwd_hopper_kernel,
         (schedule.shape[0],),
-        descriptor(q, [1, 1, block_m, width]),
-        descriptor(k, [1, 1, block_n, width]),
-        descriptor(v, [1, 1, block_n, width]),
-        descriptor(target, [1, 1, block_m, width]),
+        descriptor(q, [1, 1, block_m, columns]),
+        descriptor(k, [1, 1, block_n, columns]),
+        descriptor(v, [1, 1, block_n, columns_v]),
+        descriptor(target, [1, 1, block_m, columns_v]),
         lse, schedule, seq_q, seq_kv, lower, upper, n_heads, n_heads // n_kv_heads, schedule.shape[1], scale * LOG2_E,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=width, NUM_CONSUMERS=n_consumers, STAGES=2, IS_CAUSAL=is_causal,
-        IS_BAND=is_band, DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv, REGISTERS=240 if n_consumers == 2 else 160,
-        num_warps=4,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=width, BLOCK_DV=width_v, NUM_CONSUMERS=n_consumers, STAGES=2,
+        IS_CAUSAL=is_causal, IS_BAND=is_band, DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv,
+        REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
     )  # fmt: skip
     if target is not out:
         out.copy_(target)

@@ -9,7 +9,7 @@ where each run has to give the same bits.
 
 import torch
 
-from .._launch import cdiv, launch
+from .._launch import cdiv, launch, next_power_of_2
 from ._gluon import (
     TensorDescriptor,
     as_row,
@@ -23,10 +23,22 @@ from ._gluon import (
     opaque,
     phase,
     store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .attention_forward import L2_BYTES, LOG2_E, _mask, block_d
+from .attention_forward import (
+    L2_BYTES,
+    LOG2_E,
+    _mask,
+    head_width,
+    matrix,
+    row_width,
+    scale_rows,
+    start_scores,
+    start_sums,
+    store_rows,
+    wait_sums,
+    zero_rows,
+)
 
 QUERIES_PER_TILE = 64
 STATS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -90,7 +102,8 @@ def _gradient_producer(
     tile, head = _gradient_tile(n_tiles, heads_per_section, GRADIENT, HAS_LOWER or HAS_UPPER)
     batch = head // n_own_heads
     own_head = head % n_own_heads
-    mbarrier.expect(own_full, own_x_desc.block_type.nbytes * (2 if GRADIENT == "v" else 4))
+    own_bytes: gl.constexpr = own_x_desc.block_type.nbytes + (0 if GRADIENT == "v" else own_y_desc.block_type.nbytes)
+    mbarrier.expect(own_full, 2 * own_bytes)
     for c in gl.static_range(2):
         async_load(own_x_desc, [batch, own_head, tile * 128 + c * 64, 0], own_full, own_x_smem.index(c))
         if GRADIENT != "v":
@@ -98,7 +111,7 @@ def _gradient_producer(
     begin, end = _tiles_to_walk(tile, n_own, n_walked, lower, upper, ROWS, HAS_LOWER, HAS_UPPER)
     # Queries walk one head of keys; keys walk every head of queries that shares them.
     group_size = gl.maximum(n_walked_heads // n_own_heads, 1)
-    first_head = own_head * n_walked_heads // n_own_heads
+    first_head = own_head // gl.maximum(n_own_heads // n_walked_heads, 1) * group_size
     N_STATS: gl.constexpr = 0 if GRADIENT == "q" else 1 if GRADIENT == "v" else 2  # lse, delta
     step = 0
     for walked_head in range(first_head, first_head + group_size):
@@ -122,33 +135,30 @@ def _gradient_producer(
 def _gradient_step(
     step, acc, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem, x_full, x_empty, y_full, y_empty,
     own_lse, own_delta, row, tile, n_walked, lower, upper, scale_log2,
-    GRADIENT: gl.constexpr, MASK: gl.constexpr, EVEN: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GRADIENT: gl.constexpr, MASK: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """This consumer's rows against one tile: dQ += dS K, dK += dSᵀ Q or dV += Pᵀ dO; P and dS have its rows."""
     X_STAGES: gl.constexpr = x_smem.shape[0]
     Y_STAGES: gl.constexpr = y_smem.shape[0]
     ROWS: gl.constexpr = x_smem.shape[3]
-    BLOCK_D: gl.constexpr = x_smem.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     x_stage = step % X_STAGES
     y_stage = step % Y_STAGES
-    x = x_smem.index(x_stage).reshape((ROWS, BLOCK_D))
-    y = y_smem.index(y_stage).reshape((ROWS, BLOCK_D))
-    zeros = gl.zeros([64, ROWS], gl.float32, S_LAYOUT)
+    x = matrix(x_smem, x_stage)
+    y = matrix(y_smem, y_stage)
     # Opaque, so that each step computes the operands' addresses: kept in registers they would push other values out.
     own = opaque(row // 64 % 2)
-    own_x = own_x_smem.index(own).reshape((64, BLOCK_D))
-    own_y = own_y_smem.index(own).reshape((64, BLOCK_D))
+    own_x = matrix(own_x_smem, own)
+    own_y = matrix(own_y_smem, own)
     mbarrier.wait(x_full.index(x_stage), phase(step, X_STAGES))
-    s_token = warpgroup_mma(own_x, x.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_token = start_scores(own_x, x, BLOCK_D)
     mbarrier.wait(y_full.index(y_stage), phase(step, Y_STAGES))
     if GRADIENT == "v":
         s = warpgroup_mma_wait(0, deps=(s_token,))
     else:
-        dp_token = warpgroup_mma(own_y, y.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=(s_token,))
+        dp_token = start_scores(own_y, y, BLOCK_DV)
+        s = warpgroup_mma_wait(1 if head_width(BLOCK_DV) == BLOCK_DV else 2, deps=(s_token,))
     if MASK:
         s = _mask(s, row, tile * ROWS, lower, upper)
     if not EVEN:
@@ -169,9 +179,7 @@ def _gradient_step(
         else:
             weights = p * (dp - stats_smem.index(2 * x_stage + 1).load(COLS)[None, :])
         right = x
-    weights = gl.convert_layout(weights.to(x.dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2))
-    acc_token = warpgroup_mma(weights, right, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    acc = wait_sums(start_sums(weights.to(x.dtype), right, acc), 0)
     if GRADIENT == "v":
         mbarrier.arrive(y_empty.index(y_stage), count=1)
     else:
@@ -184,14 +192,12 @@ def _gradient_consumer(
     out_desc, stats_ptr, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
     own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads, n_walked_heads,
     heads_per_section, lower, upper, scale, scale_log2,
-    GRADIENT: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, EVEN: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GRADIENT: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, EVEN: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 rows of the gradient: keeps them in registers while the other side's tiles pass by."""
     ROWS: gl.constexpr = x_smem.shape[3]
-    BLOCK_D: gl.constexpr = x_smem.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     tile, head = _gradient_tile(n_tiles, heads_per_section, GRADIENT, HAS_LOWER or HAS_UPPER)
     row = tile * 128 + CONSUMER * 64
     # The statistics of the program's own queries; keys have none.
@@ -211,7 +217,7 @@ def _gradient_consumer(
     if HAS_UPPER:
         full_end = gl.minimum(gl.maximum(gl.maximum(row + upper + 1, 0) // ROWS, full_begin), end)
     bounds = (begin, full_begin, full_end, end)
-    acc = gl.zeros([64, BLOCK_D], gl.float32, ACC_LAYOUT)
+    acc = zero_rows(64, BLOCK_DV if GRADIENT == "v" else BLOCK_D)
     mbarrier.wait(own_full, 0)
     step = 0
     for _ in range(gl.maximum(n_walked_heads // n_own_heads, 1)):
@@ -220,14 +226,16 @@ def _gradient_consumer(
                 acc = _gradient_step(
                     step + i - begin, acc, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
                     x_full, x_empty, y_full, y_empty, own_lse, own_delta, row, i, n_walked, lower, upper, scale_log2,
-                    GRADIENT, part != 1, EVEN,
+                    BLOCK_D, BLOCK_DV, GRADIENT, part != 1, EVEN,
                 )  # fmt: skip
         step += end - begin
     if GRADIENT != "v":
-        acc = acc * scale
-    own_x_smem.index(CONSUMER).reshape((64, BLOCK_D)).store(acc.to(own_x_smem.dtype))
+        acc = scale_rows(acc, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
+    out_smem = own_y_smem if GRADIENT == "v" else own_x_smem
+    out = out_smem.index(CONSUMER)
+    store_rows(matrix(out_smem, CONSUMER), acc)
     fence_async_shared()
-    async_store(out_desc, [head // n_own_heads, head % n_own_heads, row, 0], own_x_smem.index(CONSUMER))
+    async_store(out_desc, [head // n_own_heads, head % n_own_heads, row, 0], out)
     store_wait(0)
 
 
@@ -239,7 +247,7 @@ def _gradient_consumer(
 )  # fmt: skip
 def _attention_gradient_hopper_kernel(
     own_x_desc,  # (batch, n_own_heads, n_own, head_dim): q for dQ, k for dK and dV
-    own_y_desc,  # likewise: dO for dQ, v for dK, nothing for dV
+    own_y_desc,  # likewise: dO for dQ, v for dK, not read for dV
     x_desc,  # (batch, n_walked_heads, n_walked, head_dim): k for dQ, q for dK and dV
     y_desc,  # likewise: v for dQ, dO for dK and dV
     out_desc,  # the gradient, shaped as own_x (for dV as v)
@@ -257,7 +265,8 @@ def _attention_gradient_hopper_kernel(
     scale,
     scale_log2,
     ROWS: gl.constexpr,
-    BLOCK_D: gl.constexpr,
+    BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
+    BLOCK_DV: gl.constexpr,  # of v and dO: 64, 128, 192 or 256
     X_STAGES: gl.constexpr,
     Y_STAGES: gl.constexpr,
     GRADIENT: gl.constexpr,  # "q", "k" or "v"
@@ -267,12 +276,16 @@ def _attention_gradient_hopper_kernel(
 ):
     """A program owns 128 rows; row i gets what the rows from i + lower to i + upper of the other side add to it."""
     dtype: gl.constexpr = x_desc.dtype
-    own_x_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, BLOCK_D], own_x_desc.layout)
-    own_y_smem = own_x_smem
-    if GRADIENT != "v":
-        own_y_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, BLOCK_D], own_y_desc.layout)
-    x_smem = gl.allocate_shared_memory(dtype, [X_STAGES, 1, 1, ROWS, BLOCK_D], x_desc.layout)
-    y_smem = gl.allocate_shared_memory(dtype, [Y_STAGES, 1, 1, ROWS, BLOCK_D], y_desc.layout)
+    X_COLUMNS: gl.constexpr = x_desc.block_type.shape[3]
+    Y_COLUMNS: gl.constexpr = y_desc.block_type.shape[3]
+    own_x_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, X_COLUMNS], own_x_desc.layout)
+    # dV needs no V; it leaves through V's place, for which rows of 256 leave no room but that of K.
+    if GRADIENT == "v" and X_COLUMNS == Y_COLUMNS:
+        own_y_smem = own_x_smem
+    else:
+        own_y_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, Y_COLUMNS], own_y_desc.layout)
+    x_smem = gl.allocate_shared_memory(dtype, [X_STAGES, 1, 1, ROWS, X_COLUMNS], x_desc.layout)
+    y_smem = gl.allocate_shared_memory(dtype, [Y_STAGES, 1, 1, ROWS, Y_COLUMNS], y_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * X_STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -298,12 +311,12 @@ def _attention_gradient_hopper_kernel(
             out_desc, stats_ptr, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
             own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads,
             n_walked_heads, heads_per_section, lower, upper, scale, scale_log2,
-            GRADIENT, HAS_LOWER, HAS_UPPER, EVEN, 0)),
+            BLOCK_D, BLOCK_DV, GRADIENT, HAS_LOWER, HAS_UPPER, EVEN, 0)),
         (_gradient_consumer, (
             out_desc, stats_ptr, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
             own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads,
             n_walked_heads, heads_per_section, lower, upper, scale, scale_log2,
-            GRADIENT, HAS_LOWER, HAS_UPPER, EVEN, 1)),
+            BLOCK_D, BLOCK_DV, GRADIENT, HAS_LOWER, HAS_UPPER, EVEN, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
@@ -334,24 +347,27 @@ def fill_gradient(
     n_walked_heads, n_walked = walked_x.shape[1:3]
     n_tiles = cdiv(n_own, 128)
     n_q_tiles = stats.shape[0] // (2 * batch * max(n_heads, n_walked_heads))
-    width = block_d(x, y)
+    width, width_v = row_width(x), row_width(y)
+    columns, columns_v = next_power_of_2(width), next_power_of_2(width_v)
+    is_even = gradient != "q" or n_walked % 128 == 0
     # Two masks leave no registers for more.
-    rows = 64 if width == 256 or (lower is not None and upper is not None) else 128
-    row_bytes = 4 * width * max(1, n_walked_heads // n_heads)
+    n_masks = (lower is not None) + (upper is not None) + (not is_even)
+    rows = 64 if max(width, width_v) > 128 or n_masks > 1 else 128
+    row_bytes = 2 * (width + width_v) * max(1, n_walked_heads // n_heads)
     launch(
         _attention_gradient_hopper_kernel,
         (batch * n_heads * n_tiles,),
-        descriptor(x, [1, 1, 64, width]),
-        descriptor(y, [1, 1, 64, width]),
-        descriptor(walked_x, [1, 1, rows, width]),
-        descriptor(walked_y, [1, 1, rows, width]),
-        descriptor(out, [1, 1, 64, width]),
+        descriptor(x, [1, 1, 64, columns]),
+        descriptor(y, [1, 1, 64, columns_v]),
+        descriptor(walked_x, [1, 1, rows, columns]),
+        descriptor(walked_y, [1, 1, rows, columns_v]),
+        descriptor(out, [1, 1, 64, columns_v if gradient == "v" else columns]),
         stats, stats_desc, n_tiles, n_q_tiles, n_own, n_walked, n_heads, n_walked_heads,
         max(1, min(batch * n_heads, L2_BYTES // (n_walked * row_bytes))),
         # A missing limit, and one beyond all rows, is the nearest number that masks nothing.
         -n_own if lower is None else max(lower, -n_own), n_walked if upper is None else min(upper, n_walked),
         scale, scale * LOG2_E,
-        ROWS=rows, BLOCK_D=width, X_STAGES=2, Y_STAGES=1 if width == 256 and gradient != "v" else 2, GRADIENT=gradient,
-        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, EVEN=gradient != "q" or n_walked % rows == 0,
-        num_warps=4,
+        ROWS=rows, BLOCK_D=width, BLOCK_DV=width_v, X_STAGES=2,
+        Y_STAGES=1 if min(columns, columns_v) == 256 and gradient != "v" else 2, GRADIENT=gradient,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, EVEN=is_even, num_warps=4,
     )  # fmt: skip
