@@ -690,8 +690,11 @@ except ValueError as error:
 #   of keys, and only the first tile of a walk can need a mask. It holds at least one key that is allowed to each query,
 #   so the reference is finite from the start. Other alignments and windows are compiled as another kernel from the same
 #   source, which walks from the upper limit to the lower one, with masks at both ends and a finite start.
-# - A tile of a head dimension like 80 is one of 128, whose last columns are zeros. The tensor memory accelerator fills
-#   them in: it knows where a row of the tensor ends. Three sizes of tiles, of 64, 128 and 256 columns, serve all.
+# - A tile has 64, 128 or 256 columns. Where a row of the tensor ends before, at 80 for example, the tensor memory
+#   accelerator fills in zeros. The products leave most of those out. No tile can have 80 columns, but one can have 64
+#   and another 16, and both can be parts of the 128 in shared memory: so the scores are two products, added up in the
+#   same registers, and the output has two parts. In this way 80, 96, 160 and 192 columns are computed besides the
+#   powers of two, and :math:`V` may have another number of them than :math:`Q` and :math:`K`.
 # - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
 #   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
 #
@@ -973,30 +976,35 @@ reports["bwd", 64, True]
 # Other head dimensions, windows, float32
 # ---------------------------------------
 #
-# Head dimensions between powers of two pay for the columns of zeros. Here are 4 sequences of 4096 positions, causal,
-# and as many heads as make a width of about 2048. The operations count without the zeros:
+# Here are 4 sequences of 4096 positions, causal, and as many heads as make a width of about 2048. The operations count
+# without columns of zeros:
 
 
 def bench_head_dims(head_dim, direction, provider):
-    return bench_causal(4, round(2048 / head_dim), 4096, head_dim, torch.float16, direction, provider)
+    shape = (4, round(2048 / head_dim), 4096, head_dim)
+    return bench_causal(shape, head_dim, torch.float16, direction, provider)
 
 
-def bench_causal(batch, n_heads, seq_len, head_dim, dtype, direction, provider):
-    shape = (batch, n_heads, seq_len, head_dim)
-    q, k, v = (torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=direction == "bwd") for _ in "qkv")
+def bench_causal(shape, head_dim_v, dtype, direction, provider):
+    batch, n_heads, seq_len, head_dim = shape
+    q, k = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in "qk")
+    v = torch.randn(*shape[:-1], head_dim_v, device=DEVICE, dtype=dtype)
+    for x in (q, k, v):
+        x.requires_grad_(direction == "bwd")
     attention, backend = torch.nn.functional.scaled_dot_product_attention, contextlib.nullcontext()
     if provider == "triton_gallery":
         attention = tg.attention
     elif provider in BACKENDS:
         backend = torch.nn.attention.sdpa_kernel(BACKENDS[provider])
-    flops = 2 * batch * n_heads * seq_len**2 * head_dim
+    one_column = batch * n_heads * seq_len**2  # operations of a product, for half of the scores
     with backend:
         if direction == "fwd":
-            return tg.benchmark.tflops(flops, tg.benchmark.measure(lambda: attention(q, k, v, is_causal=True)))
+            times = tg.benchmark.measure(lambda: attention(q, k, v, is_causal=True))
+            return tg.benchmark.tflops(one_column * (head_dim + head_dim_v), times)
         out = attention(q, k, v, is_causal=True)
     dout = torch.randn_like(out)
     times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
-    return tg.benchmark.tflops(2.5 * flops, times)
+    return tg.benchmark.tflops(one_column * (3 * head_dim + 2 * head_dim_v), times)
 
 
 def head_dims(direction, name):
@@ -1035,6 +1043,51 @@ report_head_dims_bwd.plot()
 # %%
 
 report_head_dims_bwd
+
+# %%
+# *Multi-head latent attention*, with which DeepSeek's models keep their cache small, has queries and keys of 192
+# numbers and values of 128. These are 16384 positions in 16 heads, causal, cut into sequences:
+
+
+def latent(direction, name):
+    return tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["seq_len"],
+            x_vals=[1024, 4096, 16384],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", *BACKENDS],
+            line_names=["triton_gallery", *BACKENDS],
+            xlabel="sequence length",
+            ylabel="TFLOP/s",
+            plot_name=f"attention-{direction}-latent-fp16",
+            args={"direction": direction},
+        ),
+        title=f"Attention {name}, causal, head dimensions 192 and 128, float16",
+        limit="matmul-fp16",
+        rounds=2,
+    )(bench_latent)
+
+
+def bench_latent(seq_len, direction, provider):
+    return bench_causal((16384 // seq_len, 16, seq_len, 192), 128, torch.float16, direction, provider)
+
+
+report_latent = latent("fwd", "forward").run()
+report_latent.plot()
+
+# %%
+
+report_latent
+
+# %%
+
+report_latent_bwd = latent("bwd", "backward").run()
+report_latent_bwd.plot()
+
+# %%
+
+report_latent_bwd
 
 # %%
 # What do the same bits every time cost? This is the backward pass with head dimension 128 and a causal mask once more,
@@ -1148,7 +1201,7 @@ def float32_sweep(direction, name):
 
 
 def bench_float32(seq_len, direction, provider):
-    return bench_causal(4096 // seq_len, 32, seq_len, 64, torch.float32, direction, provider)
+    return bench_causal((4096 // seq_len, 32, seq_len, 64), 64, torch.float32, direction, provider)
 
 
 report_fp32 = float32_sweep("fwd", "forward").run()
@@ -1180,7 +1233,11 @@ report_fp32_bwd
 # So the keys are shared out: each program walks along a part of them, a *split*, and writes what it has found, its
 # sums and its maximum. The rule by which a row joined its tiles holds for splits as well, and a second kernel joins
 # them. And where several heads of queries share the same keys (*grouped queries*), one program serves them all, or the
-# keys would be read once for each. The tile of queries then holds all queries of all heads of a group:
+# keys would be read once for each. The tile of queries then holds all queries of all heads of a group. The second
+# kernel has little to do, and starting it would take as long as its work; so its programs may start while the last of
+# the first kernel's run, as on page five, and wait for their end:
+
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # quote: triton_gallery.attention._attention_split_kernel
 # quote: triton_gallery.attention._attention_join_kernel
@@ -1324,13 +1381,20 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
 # :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` with 64.
 #
-# The head dimensions in between follow the zeros that they are filled up with. From 129 on a tile has 256 columns, and
-# with 160 three in eight of them are zeros: there the forward pass is at
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` of cuDNN. With 256, where nothing is wasted,
-# it is at :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`. The backward passes are at
-# :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 160` and
+# In between the powers of two, products in two parts keep us ahead with head dimensions of 80 and 96, at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80` and
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 96` of cuDNN's forward pass. With 160 and 192 they
+# do not: we are at :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` and
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 192`, and at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256` with 256, in about the same time. Rows of
+# these three lengths take the same room in shared memory. It holds tiles of 64 keys then instead of 128, and by our
+# count shared memory, not the matrix unit, is what a step with so few keys waits for. The backward passes are at
+# :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 160`,
+# :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 192` and
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256`: eight products instead of five, but no sums
-# in memory.
+# in memory. Those eight are too many where the values are shorter than the keys, as in latent attention: with 4096
+# positions its forward pass runs at :measured:`attention-fwd-latent-fp16: triton_gallery / cuDNN at 4096`, its backward
+# pass at :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at 4096` of cuDNN.
 #
 # In the deterministic mode seven products take the place of five where the head dimension is 128. It reaches
 # :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 4096` the rate of the
@@ -1362,6 +1426,8 @@ for sweep_of, report in reports.items():
 for report in (
     report_head_dims,
     report_head_dims_bwd,
+    report_latent,
+    report_latent_bwd,
     report_deterministic,
     report_window,
     report_fp32,

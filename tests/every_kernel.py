@@ -79,9 +79,9 @@ CALLS = [
     *(attention(256, 256, d, is_causal=causal) for d in (64, 128) for causal in (False, True)),
     *(attention(300, 333, d, is_causal=causal) for d in (64, 128) for causal in (False, True)),
     attention(300, 333, 128, heads=(4, 2), return_lse=False, causal_alignment="bottom-right", is_causal=True),
-    attention(300, 333, 100, heads=(4, 2), window=(90, 5)),
+    attention(300, 333, 90, heads=(4, 2), window=(90, 5)),
     attention(300, 200, 256, window=(90, None)),
-    attention(300, 333, 200, heads=(4, 2)),
+    attention(300, 333, 150, heads=(4, 2)),
 ]
 
 

@@ -35,6 +35,7 @@ from ._gluon import (
 from .attention_forward import (
     L2_BYTES,
     LOG2_E,
+    matrix,
     row_width,
     scale_rows,
     start_scores,
@@ -90,9 +91,9 @@ def _bwd_producer(
     first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
     n_kv_heads = n_heads // group_size
     mbarrier.expect(k_full, k_desc.block_type.nbytes)
-    async_load(k_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], k_full, k_smem)
+    async_load(k_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], k_full, k_smem.index(0))
     mbarrier.expect(v_full, v_desc.block_type.nbytes)
-    async_load(v_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], v_full, v_smem)
+    async_load(v_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], v_full, v_smem.index(0))
     step = 0
     for head in range(kv_head * group_size, (kv_head + 1) * group_size):
         b = head // n_heads
@@ -115,7 +116,7 @@ def _bwd_producer(
 def _bwd_step(
     step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, q_tile, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
     MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 queries against this consumer's 64 keys; S, P and dP stand transposed (keys x queries).
@@ -126,18 +127,19 @@ def _bwd_step(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     # dQ of a tile needs both consumers' dS; each computes half of its transpose: 64 columns of dQ by 64 or 32 queries.
-    DQ_COLS: gl.constexpr = 64 if BLOCK_D == 128 else 32
+    Q_COLUMNS: gl.constexpr = q_smem.shape[4]
+    DQ_COLS: gl.constexpr = 64 if Q_COLUMNS == 128 else 32
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
     stage = step % STAGES
-    q = q_smem.index(stage).reshape((64, BLOCK_D))
-    dout = dout_smem.index(stage).reshape((64, BLOCK_D))
+    q = matrix(q_smem, stage)
+    dout = matrix(dout_smem, stage)
     ds_both = ds_smem.index(step & 1)
 
     mbarrier.wait(q_full.index(stage), phase(step, STAGES))
     lse = stats_smem.index(2 * stage).load(COLS)
-    s_token = start_scores(k_operand, q, WIDTH)
+    s_token = start_scores(k_operand, q, BLOCK_D)
     mbarrier.wait(dout_full.index(stage), phase(step, STAGES))
-    dp_token = start_scores(v_operand, dout, WIDTH_V)
+    dp_token = start_scores(v_operand, dout, BLOCK_DV)
     s = warpgroup_mma_wait(len(dv), deps=(s_token,))  # dP has as many parts as dV
     keys = kv_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     queries = q_tile * 64 + gl.arange(0, 64, COLS)
@@ -157,7 +159,7 @@ def _bwd_step(
         fence_async_shared()
         _meet()
         dq_zeros = gl.zeros([64, DQ_COLS], gl.float32, DQ_LAYOUT)
-        if BLOCK_D == 128:
+        if Q_COLUMNS == 128:
             dq_token = warpgroup_mma(
                 k_tile.slice(CONSUMER * 64, 64, dim=1).permute((1, 0)), ds_both, dq_zeros, use_acc=False, is_async=True
             )
@@ -173,7 +175,7 @@ def _bwd_step(
         dq_smem.permute((1, 0)).store(dq)
         fence_async_shared()
         row = (head * n_q_tiles + q_tile) * 64
-        if BLOCK_D == 128:
+        if Q_COLUMNS == 128:
             reduce_add(dq_desc, [row, CONSUMER * 64], dq_smem)
         else:
             reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
@@ -188,7 +190,7 @@ def _bwd_step(
 def _bwd_head(
     step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -210,7 +212,7 @@ def _bwd_head(
                 step + i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem,
                 dq_desc, q_full, dout_full, q_empty, head, kv_tile,
                 _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER), n_q_tiles, seq_kv, lower, upper, scale,
-                scale_log2, BLOCK_D, WIDTH, WIDTH_V, STAGES, HAS_DQ, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
+                scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
                 EVEN_KV, CONSUMER,
             )  # fmt: skip
     return step + n, dk, dv
@@ -221,7 +223,7 @@ def _bwd_consumer(
     dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
     k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section,
     seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_DQ: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
     DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -229,15 +231,15 @@ def _bwd_consumer(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     kv_tile, kv_head = own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
-    k_tile = k_smem.reshape((128, BLOCK_D))
+    k_tile = matrix(k_smem, 0)
     k_own = k_tile.slice(CONSUMER * 64, 64, dim=0)
-    v_own = v_smem.reshape((128, BLOCK_D)).slice(CONSUMER * 64, 64, dim=0)
+    v_own = matrix(v_smem, 0).slice(CONSUMER * 64, 64, dim=0)
     dq_own = dq_smem.index(CONSUMER)
-    dk = zero_rows(64, WIDTH)
-    dv = zero_rows(64, WIDTH_V)
+    dk = zero_rows(64, BLOCK_D)
+    dv = zero_rows(64, BLOCK_DV)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
-    if BLOCK_D == 64 and HAS_DQ:
+    if BLOCK_D == 64 and BLOCK_DV == 64 and HAS_DQ:
         # K and V fit in registers as operands of S and dP: a quarter less traffic from shared memory. (Not without dQ:
         # ptxas of Triton 3.6 was seen to put dS into K's registers then, and the next step's scores were wrong.)
         k_operand = k_own.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
@@ -251,13 +253,13 @@ def _bwd_consumer(
             step, dk, dv = _bwd_head(
                 step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
                 q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-                BLOCK_D, WIDTH, WIDTH_V, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
+                BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
             )  # fmt: skip
     else:
         _, dk, dv = _bwd_head(
             0, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
             q_full, dout_full, q_empty, kv_head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, WIDTH, WIDTH_V, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
+            BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
         )  # fmt: skip
     store_wait(0)
     _meet()  # both consumers are past their last read of K and V before either overwrites them
@@ -268,9 +270,9 @@ def _bwd_consumer(
     n_kv_heads = n_heads // group_size
     place = [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0]
     if CONSUMER == 0:
-        async_store(dk_desc, place, k_smem)
+        async_store(dk_desc, place, k_smem.index(0))
     else:
-        async_store(dv_desc, place, v_smem)
+        async_store(dv_desc, place, v_smem.index(0))
     store_wait(0)
 
 
@@ -283,11 +285,11 @@ def _attention_bwd_hopper_kernel(
     q_desc,  # (batch, n_heads, seq_q, head_dim)
     dout_desc,  # (batch, n_heads, seq_q, head_dim)
     k_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
-    v_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
+    v_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
     stats_desc,  # (batch * n_heads * n_q_tiles * 2, 64): of each query tile lse in base 2, then delta
     dk_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
-    dv_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
-    dq_desc,  # (batch * n_heads * n_q_tiles * 64, BLOCK_D), float32, zero at the start
+    dv_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
+    dq_desc,  # (batch * n_heads * n_q_tiles * 64, 64 or 128), float32, zero at the start
     n_kv_tiles,
     n_q_tiles,
     n_heads,
@@ -298,9 +300,8 @@ def _attention_bwd_hopper_kernel(
     upper,
     scale,
     scale_log2,
-    BLOCK_D: gl.constexpr,  # 64 or 128
-    WIDTH: gl.constexpr,  # how many of these columns of q and k are computed, and
-    WIDTH_V: gl.constexpr,  # of v and dO
+    BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
+    BLOCK_DV: gl.constexpr,  # of v and dO
     STAGES: gl.constexpr,
     IS_GROUPED: gl.constexpr,  # several query heads share a head of keys
     HAS_DQ: gl.constexpr,  # otherwise dq_desc is not used
@@ -311,10 +312,12 @@ def _attention_bwd_hopper_kernel(
 ):
     """A program owns a key tile (128 keys) of one head of keys: its dK and dV, and its share of dQ."""
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, BLOCK_D], q_desc.layout)
-    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, BLOCK_D], dout_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [1, 1, 128, BLOCK_D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, 1, 128, BLOCK_D], v_desc.layout)
+    Q_COLUMNS: gl.constexpr = q_desc.block_type.shape[3]
+    V_COLUMNS: gl.constexpr = v_desc.block_type.shape[3]
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, Q_COLUMNS], q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, V_COLUMNS], dout_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, Q_COLUMNS], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, V_COLUMNS], v_desc.layout)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], gl.float16)
     ds_smem = gl.allocate_shared_memory(dtype, [2, 128, 64], DS_LAYOUT)
@@ -341,13 +344,13 @@ def _attention_bwd_hopper_kernel(
             dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
             heads_per_section, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, WIDTH, WIDTH_V, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
+            BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
             EVEN_KV, 0)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
             heads_per_section, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, WIDTH, WIDTH_V, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
+            BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
             EVEN_KV, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
@@ -368,6 +371,7 @@ def _attention_bwd_hopper_prepare_kernel(
     seq_q,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     HAS_DQ_SUM: tl.constexpr,
 ):
     """Program i, counted from the end, owns query tile i: delta = sum(O * dO) - dlse of each row; dQ's sums become 0.
@@ -377,7 +381,7 @@ def _attention_bwd_hopper_prepare_kernel(
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     head = tile // n_q_tiles
     rows = (tile % n_q_tiles) * 64 + tl.arange(0, 64)
-    cols = tl.arange(0, BLOCK_D)[None, :]
+    cols = tl.arange(0, BLOCK_DV)[None, :]
     row_mask = rows < seq_q
     mask = row_mask[:, None] & (cols < HEAD_DIM_V)
     b = head // n_heads
@@ -395,7 +399,7 @@ def _attention_bwd_hopper_prepare_kernel(
         delta -= tl.load(dlse_ptr + head * seq_q + rows, mask=row_mask, other=0.0)
     tl.store(stats_ptrs + 64, delta)
     if HAS_DQ_SUM:
-        dq_sum_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * BLOCK_D + cols
+        dq_sum_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
         tl.store(dq_sum_ptrs, tl.zeros((64, BLOCK_D), tl.float32))
 
 
@@ -447,41 +451,44 @@ def backward(
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_kv, head_dim_v = v.shape
     width, width_v = row_width(q), row_width(v)
-    columns = next_power_of_2(max(width, width_v))
-    sums_dq = columns <= 128 and not torch.are_deterministic_algorithms_enabled()
+    columns, columns_v = next_power_of_2(width), next_power_of_2(width_v)
+    sums_dq = max(width, width_v) <= 128 and not torch.are_deterministic_algorithms_enabled()
     # An even number: a key tile's diagonal crosses two query tiles. Rows past the end count for nothing.
     n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
     # Q, dO and the float32 sums of dQ of the heads that work at the same time.
-    heads_per_section = max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * columns * 8 * (n_heads // n_kv_heads))))
+    heads_per_section = max(
+        1, min(batch * n_kv_heads, L2_BYTES // (4 * seq_q * (columns + columns_v) * (n_heads // n_kv_heads)))
+    )
     stats = scratch((n_tiles * 2, QUERIES_PER_TILE), torch.float32, q.device)
     dq_sum = scratch(((n_tiles if sums_dq else 1) * QUERIES_PER_TILE, columns), torch.float32, q.device)
     launch(
         _attention_bwd_hopper_prepare_kernel,
         (n_tiles,),
         out, dout, lse, dlse, stats, dq_sum, out.stride()[:3], dout.stride()[:3], n_q_tiles, n_heads, seq_q,
-        HEAD_DIM_V=head_dim_v, BLOCK_D=columns, HAS_DQ_SUM=sums_dq, num_warps=8 if columns == 256 else 4,
+        HEAD_DIM_V=head_dim_v, BLOCK_D=columns, BLOCK_DV=columns_v, HAS_DQ_SUM=sums_dq,
+        num_warps=8 if columns_v == 256 else 4,
     )  # fmt: skip
     stats_desc = launch_descriptor(
         TensorDescriptor, stats, tuple(stats.shape), stats.stride(), (1, QUERIES_PER_TILE), STATS_LAYOUT
     )
     tma_dk, tma_dv = (x if tma_can_address(x) else padded(x) for x in (dk, dv))
-    if columns <= 128:
+    if max(width, width_v) <= 128:
         launch(
             _attention_bwd_hopper_kernel,
             (batch * n_kv_heads * n_kv_tiles,),
             descriptor(q, [1, 1, QUERIES_PER_TILE, columns]),
-            descriptor(dout, [1, 1, QUERIES_PER_TILE, columns]),
+            descriptor(dout, [1, 1, QUERIES_PER_TILE, columns_v]),
             descriptor(k, [1, 1, KEYS_PER_PROGRAM, columns]),
-            descriptor(v, [1, 1, KEYS_PER_PROGRAM, columns]),
+            descriptor(v, [1, 1, KEYS_PER_PROGRAM, columns_v]),
             stats_desc,
             descriptor(tma_dk, [1, 1, KEYS_PER_PROGRAM, columns]),
-            descriptor(tma_dv, [1, 1, KEYS_PER_PROGRAM, columns]),
+            descriptor(tma_dv, [1, 1, KEYS_PER_PROGRAM, columns_v]),
             descriptor(dq_sum, [64, 64] if columns == 128 else [32, 64]),
             n_kv_tiles, n_q_tiles, n_heads, n_heads // n_kv_heads, heads_per_section, seq_kv,
             max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
-            BLOCK_D=columns, WIDTH=width, WIDTH_V=width_v, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
+            BLOCK_D=width, BLOCK_DV=width_v, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
             HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q,
             EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
         )  # fmt: skip

@@ -34,7 +34,7 @@ from ._gluon import (
 
 LOG2_E = 1.4426950408889634
 MAX_TILES = gl.constexpr(4096)  # query tiles of one head; a schedule entry is head * MAX_TILES + tile
-WIDTHS = (64, 80, 96, 128, 160, 192, 256)
+WIDTHS = (64, 80, 96, 128, 160, 192, 256)  # powers of two, and sums of two of them
 L2_BYTES = 33 * 2**20  # what the heads in flight may take of the L2 cache
 
 
@@ -61,7 +61,7 @@ def supports(
 
 
 def row_width(x: torch.Tensor) -> int:
-    """How many columns of a row are computed, those past head_dim being zeros that TMA fills in."""
+    """How many columns of a row are computed. TMA fills those past head_dim with zeros."""
     return next(width for width in WIDTHS if x.shape[-1] <= width)
 
 
