@@ -1234,8 +1234,8 @@ report_fp32_bwd
 # sums and its maximum. The rule by which a row joined its tiles holds for splits as well, and a second kernel joins
 # them. And where several heads of queries share the same keys (*grouped queries*), one program serves them all, or the
 # keys would be read once for each. The tile of queries then holds all queries of all heads of a group. The second
-# kernel has little to do, and starting it would take as long as its work; so its programs may start while the last of
-# the first kernel's run, as on page five, and wait for their end:
+# kernel has little to do. To make its start cheap as well, its programs may begin while the last ones of the first
+# kernel still run, and wait for them, as on page five:
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
