@@ -201,6 +201,17 @@ def test_kernels_for_hopper_of_any_window(head_dim, window, seq_q, seq_k, determ
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)], ids=str
+)
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window": (100, 7)}], ids=str)
+def test_programs_for_hopper_that_own_several_tiles(head_dims, kwargs, device):
+    head_dim, head_dim_v = head_dims
+    q, k, v = inputs((2, 20, 1030, head_dim), (2, 20, 1030, head_dim), torch.float16, device, head_dim_v)
+    check(q, k, v, **kwargs)
+
+
+@pytest.mark.gpu
 def test_many_heads(device):
     q, k, v = inputs((1, 50_000, 9, 136), (1, 50_000, 9, 136), torch.float16, device)
     check(q, k, v)

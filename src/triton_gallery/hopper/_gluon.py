@@ -25,6 +25,7 @@ from .. import _launch
 
 __all__ = [
     "TensorDescriptor",
+    "as_matrices",
     "as_row",
     "async_copy",
     "async_copy_to_shared",
@@ -93,6 +94,13 @@ def as_row(smem, layout, _semantic=None):
     """A 1-D piece of shared memory seen as one row, which is what a copy of one row wants."""
     layout = getattr(layout, "value", layout)
     return _semantic.memdesc_reinterpret(smem, smem.dtype, [1, smem.shape[0]], layout)
+
+
+@builtin
+def as_matrices(smem, count, rows, columns, layout, _semantic=None):
+    """Shared memory seen as so many matrices of rows x columns; it has as many bytes."""
+    shape = [getattr(n, "value", n) for n in (count, rows, columns)]
+    return _semantic.memdesc_reinterpret(smem, smem.dtype, shape, getattr(layout, "value", layout))
 
 
 @gluon.jit

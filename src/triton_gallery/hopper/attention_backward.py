@@ -32,19 +32,21 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .attention_forward import (
-    L2_BYTES,
-    LOG2_E,
-    matrix,
+from .attention_forward import L2_BYTES, LOG2_E
+from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_gradient, own_tile
+from .attention_rows import (
+    allocate,
+    columns,
+    parts,
     row_width,
-    scale_rows,
+    scale_sums,
+    some_rows,
     start_scores,
     start_sums,
     store_rows,
     wait_sums,
-    zero_rows,
+    zero_sums,
 )
-from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_gradient, own_tile
 
 KEYS_PER_PROGRAM = 128
 
@@ -114,7 +116,7 @@ def _bwd_producer(
 
 @gluon.jit
 def _bwd_step(
-    step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
+    step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, q_tile, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
     MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
@@ -127,19 +129,19 @@ def _bwd_step(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     # dQ of a tile needs both consumers' dS; each computes half of its transpose: 64 columns of dQ by 64 or 32 queries.
-    Q_COLUMNS: gl.constexpr = q_smem.shape[4]
-    DQ_COLS: gl.constexpr = 64 if Q_COLUMNS == 128 else 32
+    K_COLUMNS: gl.constexpr = k_smem.shape[4]
+    DQ_COLS: gl.constexpr = 64 if K_COLUMNS == 128 else 32
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
     stage = step % STAGES
-    q = matrix(q_smem, stage)
-    dout = matrix(dout_smem, stage)
+    q = parts(q_smem, stage, BLOCK_D, 1)
+    dout = parts(dout_smem, stage, BLOCK_DV, 1)
     ds_both = ds_smem.index(step & 1)
 
     mbarrier.wait(q_full.index(stage), phase(step, STAGES))
     lse = stats_smem.index(2 * stage).load(COLS)
-    s_token = start_scores(k_operand, q, BLOCK_D)
+    s_token = start_scores(k_operand, q)
     mbarrier.wait(dout_full.index(stage), phase(step, STAGES))
-    dp_token = start_scores(v_operand, dout, BLOCK_DV)
+    dp_token = start_scores(v_operand, dout)
     s = warpgroup_mma_wait(len(dv), deps=(s_token,))  # dP has as many parts as dV
     keys = kv_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     queries = q_tile * 64 + gl.arange(0, 64, COLS)
@@ -159,14 +161,13 @@ def _bwd_step(
         fence_async_shared()
         _meet()
         dq_zeros = gl.zeros([64, DQ_COLS], gl.float32, DQ_LAYOUT)
-        if Q_COLUMNS == 128:
-            dq_token = warpgroup_mma(
-                k_tile.slice(CONSUMER * 64, 64, dim=1).permute((1, 0)), ds_both, dq_zeros, use_acc=False, is_async=True
-            )
+        if K_COLUMNS == 128:
+            k_half = columns(k_smem, 0, CONSUMER * 64, 64, 1)
+            ds_half = ds_both
         else:
-            dq_token = warpgroup_mma(
-                k_tile.permute((1, 0)), ds_both.slice(CONSUMER * 32, 32, dim=1), dq_zeros, use_acc=False, is_async=True
-            )
+            k_half = columns(k_smem, 0, 0, 64, 1)
+            ds_half = ds_both.slice(CONSUMER * 32, 32, dim=1)
+        dq_token = warpgroup_mma(k_half.permute((1, 0)), ds_half, dq_zeros, use_acc=False, is_async=True)
     dk_tokens = start_sums(ds, q, dk)
     if HAS_DQ:
         dv = wait_sums(dv_tokens, 1 + len(dk))
@@ -175,7 +176,7 @@ def _bwd_step(
         dq_smem.permute((1, 0)).store(dq)
         fence_async_shared()
         row = (head * n_q_tiles + q_tile) * 64
-        if Q_COLUMNS == 128:
+        if K_COLUMNS == 128:
             reduce_add(dq_desc, [row, CONSUMER * 64], dq_smem)
         else:
             reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
@@ -188,7 +189,7 @@ def _bwd_step(
 
 @gluon.jit
 def _bwd_head(
-    step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
+    step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr,
@@ -209,7 +210,7 @@ def _bwd_head(
     for part in gl.static_range(0 if HAS_UPPER else 1, 3 if HAS_LOWER else 2):
         for i in range(bounds[part], bounds[part + 1]):
             dk, dv = _bwd_step(
-                step + i, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_smem,
+                step + i, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem,
                 dq_desc, q_full, dout_full, q_empty, head, kv_tile,
                 _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER), n_q_tiles, seq_kv, lower, upper, scale,
                 scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
@@ -231,19 +232,18 @@ def _bwd_consumer(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     kv_tile, kv_head = own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
-    k_tile = matrix(k_smem, 0)
-    k_own = k_tile.slice(CONSUMER * 64, 64, dim=0)
-    v_own = matrix(v_smem, 0).slice(CONSUMER * 64, 64, dim=0)
+    k_own = some_rows(parts(k_smem, 0, BLOCK_D, 1), CONSUMER * 64, 64)
+    v_own = some_rows(parts(v_smem, 0, BLOCK_DV, 1), CONSUMER * 64, 64)
     dq_own = dq_smem.index(CONSUMER)
-    dk = zero_rows(64, BLOCK_D)
-    dv = zero_rows(64, BLOCK_DV)
+    dk = zero_sums(64, BLOCK_D)
+    dv = zero_sums(64, BLOCK_DV)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
     if BLOCK_D == 64 and BLOCK_DV == 64 and HAS_DQ:
         # K and V fit in registers as operands of S and dP: a quarter less traffic from shared memory. (Not without dQ:
         # ptxas of Triton 3.6 was seen to put dS into K's registers then, and the next step's scores were wrong.)
-        k_operand = k_own.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-        v_operand = v_own.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        k_operand = (k_own[0].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
+        v_operand = (v_own[0].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
     else:
         k_operand = k_own
         v_operand = v_own
@@ -251,19 +251,19 @@ def _bwd_consumer(
         step = 0
         for head in range(kv_head * group_size, (kv_head + 1) * group_size):
             step, dk, dv = _bwd_head(
-                step, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
+                step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
                 q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
                 BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
             )  # fmt: skip
     else:
         _, dk, dv = _bwd_head(
-            0, dk, dv, k_operand, v_operand, k_tile, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
+            0, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
             q_full, dout_full, q_empty, kv_head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
             BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
         )  # fmt: skip
     store_wait(0)
     _meet()  # both consumers are past their last read of K and V before either overwrites them
-    store_rows(k_own, scale_rows(dk, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT))))
+    store_rows(k_own, scale_sums(dk, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT))))
     store_rows(v_own, dv)
     fence_async_shared()
     _meet()
@@ -312,12 +312,10 @@ def _attention_bwd_hopper_kernel(
 ):
     """A program owns a key tile (128 keys) of one head of keys: its dK and dV, and its share of dQ."""
     dtype: gl.constexpr = q_desc.dtype
-    Q_COLUMNS: gl.constexpr = q_desc.block_type.shape[3]
-    V_COLUMNS: gl.constexpr = v_desc.block_type.shape[3]
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, Q_COLUMNS], q_desc.layout)
-    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, V_COLUMNS], dout_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, Q_COLUMNS], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, 128, V_COLUMNS], v_desc.layout)
+    q_smem = allocate(STAGES, q_desc, 1)
+    dout_smem = allocate(STAGES, dout_desc, 1)
+    k_smem = allocate(1, k_desc, 1)
+    v_smem = allocate(1, v_desc, 1)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], gl.float16)
     ds_smem = gl.allocate_shared_memory(dtype, [2, 128, 64], DS_LAYOUT)
@@ -451,24 +449,23 @@ def backward(
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_kv, head_dim_v = v.shape
     width, width_v = row_width(q), row_width(v)
-    columns, columns_v = next_power_of_2(width), next_power_of_2(width_v)
+    block_d, block_dv = next_power_of_2(width), next_power_of_2(width_v)
     sums_dq = max(width, width_v) <= 128 and not torch.are_deterministic_algorithms_enabled()
     # An even number: a key tile's diagonal crosses two query tiles. Rows past the end count for nothing.
     n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
     # Q, dO and the float32 sums of dQ of the heads that work at the same time.
-    heads_per_section = max(
-        1, min(batch * n_kv_heads, L2_BYTES // (4 * seq_q * (columns + columns_v) * (n_heads // n_kv_heads)))
-    )
+    row_bytes = 4 * (block_d + block_dv) * (n_heads // n_kv_heads)
+    heads_per_section = max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * row_bytes)))
     stats = scratch((n_tiles * 2, QUERIES_PER_TILE), torch.float32, q.device)
-    dq_sum = scratch(((n_tiles if sums_dq else 1) * QUERIES_PER_TILE, columns), torch.float32, q.device)
+    dq_sum = scratch(((n_tiles if sums_dq else 1) * QUERIES_PER_TILE, block_d), torch.float32, q.device)
     launch(
         _attention_bwd_hopper_prepare_kernel,
         (n_tiles,),
         out, dout, lse, dlse, stats, dq_sum, out.stride()[:3], dout.stride()[:3], n_q_tiles, n_heads, seq_q,
-        HEAD_DIM_V=head_dim_v, BLOCK_D=columns, BLOCK_DV=columns_v, HAS_DQ_SUM=sums_dq,
-        num_warps=8 if columns_v == 256 else 4,
+        HEAD_DIM_V=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, HAS_DQ_SUM=sums_dq,
+        num_warps=8 if block_dv == 256 else 4,
     )  # fmt: skip
     stats_desc = launch_descriptor(
         TensorDescriptor, stats, tuple(stats.shape), stats.stride(), (1, QUERIES_PER_TILE), STATS_LAYOUT
@@ -478,14 +475,14 @@ def backward(
         launch(
             _attention_bwd_hopper_kernel,
             (batch * n_kv_heads * n_kv_tiles,),
-            descriptor(q, [1, 1, QUERIES_PER_TILE, columns]),
-            descriptor(dout, [1, 1, QUERIES_PER_TILE, columns_v]),
-            descriptor(k, [1, 1, KEYS_PER_PROGRAM, columns]),
-            descriptor(v, [1, 1, KEYS_PER_PROGRAM, columns_v]),
+            descriptor(q, [1, 1, QUERIES_PER_TILE, block_d]),
+            descriptor(dout, [1, 1, QUERIES_PER_TILE, block_dv]),
+            descriptor(k, [1, 1, KEYS_PER_PROGRAM, block_d]),
+            descriptor(v, [1, 1, KEYS_PER_PROGRAM, block_dv]),
             stats_desc,
-            descriptor(tma_dk, [1, 1, KEYS_PER_PROGRAM, columns]),
-            descriptor(tma_dv, [1, 1, KEYS_PER_PROGRAM, columns_v]),
-            descriptor(dq_sum, [64, 64] if columns == 128 else [32, 64]),
+            descriptor(tma_dk, [1, 1, KEYS_PER_PROGRAM, block_d]),
+            descriptor(tma_dv, [1, 1, KEYS_PER_PROGRAM, block_dv]),
+            descriptor(dq_sum, [64, 64] if block_d == 128 else [32, 64]),
             n_kv_tiles, n_q_tiles, n_heads, n_heads // n_kv_heads, heads_per_section, seq_kv,
             max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
             BLOCK_D=width, BLOCK_DV=width_v, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
@@ -502,7 +499,7 @@ def backward(
         launch(
             _attention_bwd_hopper_finish_kernel,
             (n_tiles,),
-            dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, BLOCK_D=columns, num_warps=4,
+            dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
     else:
         tma_dq = dq if tma_can_address(dq) else padded(dq)

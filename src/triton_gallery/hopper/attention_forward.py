@@ -14,10 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, padded, table
+from .._launch import cdiv, launch, num_multiprocessors, padded, table
 from ._gluon import (
-    async_load,
-    async_store,
     descriptor,
     fence_async_shared,
     gl,
@@ -28,13 +26,27 @@ from ._gluon import (
     phase,
     store_wait,
     tma_can_address,
-    warpgroup_mma,
     warpgroup_mma_wait,
+)
+from .attention_rows import (
+    allocate,
+    load_rows,
+    num_pieces,
+    parts,
+    piece_width,
+    row_width,
+    scale_sums,
+    some_rows,
+    start_scores,
+    start_sums,
+    store_rows,
+    store_tile,
+    wait_sums,
+    zero_sums,
 )
 
 LOG2_E = 1.4426950408889634
 MAX_TILES = gl.constexpr(4096)  # query tiles of one head; a schedule entry is head * MAX_TILES + tile
-WIDTHS = (64, 80, 96, 128, 160, 192, 256)  # powers of two, and sums of two of them
 L2_BYTES = 33 * 2**20  # what the heads in flight may take of the L2 cache
 
 
@@ -58,11 +70,6 @@ def supports(
         and q.shape[0] * q.shape[1] < 2**31 // MAX_TILES.value
         and all(tma_can_address(x) for x in (q, k, v))
     )
-
-
-def row_width(x: torch.Tensor) -> int:
-    """How many columns of a row are computed. TMA fills those past head_dim with zeros."""
-    return next(width for width in WIDTHS if x.shape[-1] <= width)
 
 
 @functools.cache
@@ -113,97 +120,6 @@ def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, head_dim,
 
 
 @gluon.jit
-def matrix(smem, i):
-    """The rows of one head that one copy brought."""
-    return smem.index(i).reshape((smem.shape[3], smem.shape[4]))
-
-
-@gluon.jit
-def _zeros(ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    return gl.zeros([ROWS, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
-
-
-@gluon.constexpr_function
-def head_width(width):
-    """The largest power of two in width: of 96 columns 64, and 32 remain."""
-    return 1 << (width.bit_length() - 1)
-
-
-@gluon.jit
-def start_scores(x, y, WIDTH: gl.constexpr):
-    """Start x yᵀ over the first WIDTH columns. No shape has 96: of these, 64 are multiplied, and then 32."""
-    HEAD: gl.constexpr = head_width(WIDTH)
-    zeros = _zeros(x.shape[0], y.shape[0])
-    if x.shape[1] == WIDTH:
-        token = warpgroup_mma(x, y.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    else:
-        x_head, y_head = x.slice(0, HEAD, dim=1), y.slice(0, HEAD, dim=1)
-        token = warpgroup_mma(x_head, y_head.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if HEAD < WIDTH:
-            x_tail, y_tail = x.slice(HEAD, WIDTH - HEAD, dim=1), y.slice(HEAD, WIDTH - HEAD, dim=1)
-            token = warpgroup_mma(x_tail, y_tail.permute((1, 0)), token, is_async=True)
-    return token
-
-
-@gluon.jit
-def zero_rows(ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Sums of WIDTH columns, kept in registers as a tuple of their parts."""
-    HEAD: gl.constexpr = head_width(WIDTH)
-    if HEAD < WIDTH:
-        rows = (_zeros(ROWS, HEAD), _zeros(ROWS, WIDTH - HEAD))
-    else:
-        rows = (_zeros(ROWS, WIDTH),)
-    return rows
-
-
-@gluon.jit
-def _start_part(p, y, acc, FIRST: gl.constexpr):
-    left = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2))
-    return warpgroup_mma(left, y.slice(FIRST, acc.shape[1], dim=1), acc, is_async=True)
-
-
-@gluon.jit
-def start_sums(p, y, acc):
-    """Start acc += p y for each part of acc; p has 16 bits."""
-    if len(acc) == 2:
-        tokens = (_start_part(p, y, acc[0], 0), _start_part(p, y, acc[1], acc[0].shape[1]))
-    else:
-        tokens = (_start_part(p, y, acc[0], 0),)
-    return tokens
-
-
-@gluon.jit
-def wait_sums(tokens, N_LATER: gl.constexpr):
-    """Their sums, while N_LATER products that were started later may go on."""
-    if len(tokens) == 2:
-        acc = warpgroup_mma_wait(N_LATER, deps=tokens)
-    else:
-        acc = (warpgroup_mma_wait(N_LATER, deps=tokens),)
-    return acc
-
-
-@gluon.jit
-def _scale_part(x, factor):
-    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
-
-
-@gluon.jit
-def scale_rows(acc, factor):
-    if len(acc) == 2:
-        scaled = (_scale_part(acc[0], factor), _scale_part(acc[1], factor))
-    else:
-        scaled = (_scale_part(acc[0], factor),)
-    return scaled
-
-
-@gluon.jit
-def store_rows(smem, acc):
-    smem.slice(0, acc[0].shape[1], dim=1).store(acc[0].to(smem.dtype))
-    if len(acc) == 2:
-        smem.slice(acc[0].shape[1], acc[1].shape[1], dim=1).store(acc[1].to(smem.dtype))
-
-
-@gluon.jit
 def _wait_turn(CONSUMER: gl.constexpr):
     """Consumers take turns to start their matrix products: while one multiplies, another takes exponentials."""
     if CONSUMER == 0:
@@ -241,22 +157,25 @@ def _kv_tiles(
 
 
 @gluon.jit
-def _copy_kv_tile(desc, batch, head, row, smem, full, empty, step, STAGES: gl.constexpr):
+def _copy_kv_tile(desc, batch, head, row, smem, full, empty, step):
     """Wait until the consumers have left the stage, then start the copy; its arrival trips the `full` barrier."""
+    STAGES: gl.constexpr = full.shape[0]
+    PIECES: gl.constexpr = smem.shape[0] // STAGES
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    async_load(desc, [batch, head, row, 0], full.index(stage), smem.index(stage))
+    mbarrier.expect(full.index(stage), PIECES * desc.block_type.nbytes)
+    load_rows(desc, batch, head, row, smem, stage, full.index(stage), PIECES)
 
 
 @gluon.jit
 def _fwd_producer(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     seq_q, seq_kv, lower, upper, n_heads, group_size, schedule_ptr, schedule_width,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, IS_BAND: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    IS_BAND: gl.constexpr,
 ):  # fmt: skip
     """Copies Q once per tile, and K and V tile by tile from the last one backwards."""
+    Q_PIECES: gl.constexpr = q_smem.shape[0] // NUM_CONSUMERS
     step = 0
     entry_ptr = schedule_ptr + gl.program_id(0) * schedule_width
     n_done = 0
@@ -270,18 +189,18 @@ def _fwd_producer(
         TILE_ROWS: gl.constexpr = BLOCK_M * NUM_CONSUMERS
         begin, end = _kv_tiles(tile, seq_q, seq_kv, lower, upper, TILE_ROWS, BLOCK_N, IS_CAUSAL, IS_BAND)
         # The first K goes before Q: it need not wait for the previous tile to end.
-        _copy_kv_tile(k_desc, batch, kv_head, (end - 1) * BLOCK_N, k_smem, k_full, k_empty, step, STAGES)
+        _copy_kv_tile(k_desc, batch, kv_head, (end - 1) * BLOCK_N, k_smem, k_full, k_empty, step)
         for c in gl.static_range(NUM_CONSUMERS):
             mbarrier.wait(q_empty.index(c), (n_done & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
+            mbarrier.expect(q_full.index(c), Q_PIECES * q_desc.block_type.nbytes)
             row = tile * TILE_ROWS + c * BLOCK_M
-            async_load(q_desc, [batch, head, row, 0], q_full.index(c), q_smem.index(c))
+            load_rows(q_desc, batch, head, row, q_smem, c, q_full.index(c), Q_PIECES)
         for j in range(1, end - begin):
             # K runs one tile ahead of V, as the consumers' products do.
-            _copy_kv_tile(k_desc, batch, kv_head, (end - 1 - j) * BLOCK_N, k_smem, k_full, k_empty, step + 1, STAGES)
-            _copy_kv_tile(v_desc, batch, kv_head, (end - j) * BLOCK_N, v_smem, v_full, v_empty, step, STAGES)
+            _copy_kv_tile(k_desc, batch, kv_head, (end - 1 - j) * BLOCK_N, k_smem, k_full, k_empty, step + 1)
+            _copy_kv_tile(v_desc, batch, kv_head, (end - j) * BLOCK_N, v_smem, v_full, v_empty, step)
             step += 1
-        _copy_kv_tile(v_desc, batch, kv_head, begin * BLOCK_N, v_smem, v_full, v_empty, step, STAGES)
+        _copy_kv_tile(v_desc, batch, kv_head, begin * BLOCK_N, v_smem, v_full, v_empty, step)
         step += 1
         n_done += 1
         entry = next_entry
@@ -300,7 +219,7 @@ def _mask(s, row, col, lower, upper):
 def _fwd_step(
     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
     row, tile, lower, upper,
-    BLOCK_D: gl.constexpr, V_ROWS: gl.constexpr, NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, V_ROWS: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     MASK: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Start S = Q Kᵀ of the next tile and acc += P V of this one together; the softmax of S runs under P V.
@@ -308,15 +227,14 @@ def _fwd_step(
     With MASK, the tile may hold keys outside the limits of the queries from `row` on.
     """
     BLOCK_N: gl.constexpr = k_smem.shape[3]
+    STAGES: gl.constexpr = k_full.shape[0]
     next_stage = (step + 1) % STAGES
     stage = step % STAGES
-    v = matrix(v_smem, stage)
-    if V_ROWS < BLOCK_N:
-        v = v.slice(0, V_ROWS, dim=0)
-    k = matrix(k_smem, next_stage)
+    v = some_rows(parts(v_smem, stage, BLOCK_DV, num_pieces(BLOCK_DV)), 0, V_ROWS)
+    k = parts(k_smem, next_stage, BLOCK_D, num_pieces(BLOCK_D))
     mbarrier.wait(k_full.index(next_stage), phase(step + 1, STAGES))
     _wait_turn(CONSUMER)
-    s_token = start_scores(q, k, BLOCK_D)
+    s_token = start_scores(q, k)
     mbarrier.wait(v_full.index(stage), phase(step, STAGES))
     acc_tokens = start_sums(p, v, acc)
     _pass_turn(CONSUMER, NUM_CONSUMERS)
@@ -331,7 +249,7 @@ def _fwd_step(
     row_sum = row_sum * rescale + gl.sum(p_f32, 1)
     acc = wait_sums(acc_tokens, 0)
     mbarrier.arrive(v_empty.index(stage), count=1)
-    return p_f32.to(q.dtype), scale_rows(acc, rescale), new_max, row_sum
+    return p_f32.to(k_smem.dtype), scale_sums(acc, rescale), new_max, row_sum
 
 
 @gluon.jit
@@ -339,8 +257,8 @@ def _fwd_consumer(
     out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_BAND: gl.constexpr,
-    DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, OUT_IN_Q: gl.constexpr, CONSUMER: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_BAND: gl.constexpr, DIAGONAL_FIRST: gl.constexpr,
+    EVEN_KV: gl.constexpr, OUT_IN_Q: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_M query rows of each tile; unless IS_BAND, only the first key tile it meets can need a mask."""
     dtype: gl.constexpr = out_desc.dtype
@@ -350,10 +268,11 @@ def _fwd_consumer(
     FIRST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST_N, 16])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    STAGES: gl.constexpr = k_full.shape[0]
+    OUT_PIECES: gl.constexpr = out_smem.shape[0] // NUM_CONSUMERS
     step = 0
     n_done = 0
-    q = matrix(q_smem, CONSUMER)
-    out = out_smem.index(CONSUMER)
+    q = parts(q_smem, CONSUMER, BLOCK_D, num_pieces(BLOCK_D))
     if CONSUMER == NUM_CONSUMERS - 1:
         named_barrier("barrier.arrive", "9")  # the first turn is consumer 0's
     entry_ptr = schedule_ptr + gl.program_id(0) * schedule_width
@@ -366,7 +285,7 @@ def _fwd_consumer(
         begin, end = _kv_tiles(tile, seq_q, seq_kv, lower, upper, TILE_ROWS, BLOCK_N, IS_CAUSAL, IS_BAND)
         n = end - begin
         row = tile * TILE_ROWS + CONSUMER * BLOCK_M
-        acc = zero_rows(BLOCK_M, BLOCK_DV)
+        acc = zero_sums(BLOCK_M, BLOCK_DV)
         mbarrier.wait(q_full.index(CONSUMER), n_done & 1)
         if IS_CAUSAL and BLOCK_N % TILE_ROWS != 0:
             # Key tiles that lie wholly above this consumer's rows are handed back unused.
@@ -385,12 +304,10 @@ def _fwd_consumer(
 
         # The first tile: the diagonal under a causal mask, or else the ragged end of the keys.
         stage = step % STAGES
-        k = matrix(k_smem, stage)
-        if HALF:
-            k = k.slice(0, FIRST_N, dim=0)
+        k = some_rows(parts(k_smem, stage, BLOCK_D, num_pieces(BLOCK_D)), 0, FIRST_N)
         mbarrier.wait(k_full.index(stage), phase(step, STAGES))
         _wait_turn(CONSUMER)
-        s_token = start_scores(q, k, BLOCK_D)
+        s_token = start_scores(q, k)
         _pass_turn(CONSUMER, NUM_CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -416,20 +333,22 @@ def _fwd_consumer(
             if n > 1:
                 p, acc, row_max, row_sum = _fwd_step(
                     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p_first, acc, row_max, row_sum,
-                    scale_log2, row, 0, lower, upper, BLOCK_D, FIRST_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
+                    scale_log2, row, 0, lower, upper, BLOCK_D, BLOCK_DV, FIRST_N, NUM_CONSUMERS, False, CONSUMER,
                 )  # fmt: skip
                 step += 1
                 for _ in range(2, n):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        row, 0, lower, upper, BLOCK_D, BLOCK_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
+                        row, 0, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, False, CONSUMER,
                     )  # fmt: skip
                     step += 1
-                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-                acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N, STAGES)
+                if not OUT_IN_Q:
+                    mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_DV, BLOCK_N)
             else:
-                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-                acc = _last_pv(v_smem, v_full, v_empty, opaque(step), p_first, acc, FIRST_N, STAGES)
+                if not OUT_IN_Q:
+                    mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                acc = _last_pv(v_smem, v_full, v_empty, opaque(step), p_first, acc, BLOCK_DV, FIRST_N)
         else:
             p = p_first
             if IS_BAND:
@@ -441,36 +360,36 @@ def _fwd_consumer(
                 for kv_tile in range(end - 1, full_end, -1):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_N, NUM_CONSUMERS, STAGES, True, CONSUMER,
+                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, True, CONSUMER,
                     )  # fmt: skip
                     step += 1
                 n = full_end - full_begin + 1
             for _ in range(1, n):
                 p, acc, row_max, row_sum = _fwd_step(
                     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                    row, 0, lower, upper, BLOCK_D, BLOCK_N, NUM_CONSUMERS, STAGES, False, CONSUMER,
+                    row, 0, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, False, CONSUMER,
                 )  # fmt: skip
                 step += 1
             if IS_BAND:
                 for kv_tile in range(full_begin, begin, -1):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_N, NUM_CONSUMERS, STAGES, True, CONSUMER,
+                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, True, CONSUMER,
                     )  # fmt: skip
                     step += 1
             if not OUT_IN_Q:
                 mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-            acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_N, STAGES)
+            acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_DV, BLOCK_N)
         step += 1
 
         rows = row + gl.arange(0, BLOCK_M, ROWS)
         lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # ln 2: back to the natural logarithm
         gl.store(lse_ptr + head.to(gl.int64) * seq_q + rows, lse, mask=rows < seq_q)
-        acc = scale_rows(acc, 1.0 / row_sum)
+        acc = scale_sums(acc, 1.0 / row_sum)
         store_wait(0)
-        store_rows(matrix(out_smem, CONSUMER), acc)
+        store_rows(parts(out_smem, CONSUMER, BLOCK_DV, OUT_PIECES), acc)
         fence_async_shared()
-        async_store(out_desc, [head // n_heads, head % n_heads, row, 0], out)
+        store_tile(out_desc, head // n_heads, head % n_heads, row, out_smem, CONSUMER, BLOCK_DV, OUT_PIECES)
         if OUT_IN_Q:
             store_wait(0)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -480,11 +399,10 @@ def _fwd_consumer(
 
 
 @gluon.jit
-def _last_pv(v_smem, v_full, v_empty, step, p, acc, V_ROWS: gl.constexpr, STAGES: gl.constexpr):
+def _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_DV: gl.constexpr, V_ROWS: gl.constexpr):
+    STAGES: gl.constexpr = v_full.shape[0]
     stage = step % STAGES
-    v = matrix(v_smem, stage)
-    if V_ROWS < v.shape[0]:
-        v = v.slice(0, V_ROWS, dim=0)
+    v = some_rows(parts(v_smem, stage, BLOCK_DV, num_pieces(BLOCK_DV)), 0, V_ROWS)
     mbarrier.wait(v_full.index(stage), phase(step, STAGES))
     acc = wait_sums(start_sums(p, v, acc), 0)
     mbarrier.arrive(v_empty.index(stage), count=1)
@@ -513,6 +431,7 @@ def _attention_fwd_hopper_kernel(
     BLOCK_DV: gl.constexpr,  # of v and out: 64, 128, 192 or 256
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
+    OUT_IN_Q: gl.constexpr,  # the output leaves from where the queries were, whose successors then come later
     IS_CAUSAL: gl.constexpr,  # upper is 0, and there is no lower limit
     IS_BAND: gl.constexpr,  # other limits: query i sees the keys from i + lower to i + upper
     DIAGONAL_FIRST: gl.constexpr,  # every query tile's last key tile holds its diagonal
@@ -520,18 +439,13 @@ def _attention_fwd_hopper_kernel(
     REGISTERS: gl.constexpr,
 ):
     """Program i owns the query tiles that row i of the schedule lists; a tile is NUM_CONSUMERS x BLOCK_M rows."""
-    dtype: gl.constexpr = q_desc.dtype
-    Q_COLUMNS: gl.constexpr = q_desc.block_type.shape[3]
-    V_COLUMNS: gl.constexpr = v_desc.block_type.shape[3]
-    q_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, Q_COLUMNS], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, Q_COLUMNS], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, V_COLUMNS], v_desc.layout)
-    # Rows of 256 leave no room for the output but where the queries were, whose successors then come later.
-    OUT_IN_Q: gl.constexpr = Q_COLUMNS == 256 and V_COLUMNS == 256
+    q_smem = allocate(NUM_CONSUMERS, q_desc, num_pieces(BLOCK_D))
+    k_smem = allocate(STAGES, k_desc, num_pieces(BLOCK_D))
+    v_smem = allocate(STAGES, v_desc, num_pieces(BLOCK_DV))
     if OUT_IN_Q:
         out_smem = q_smem
     else:
-        out_smem = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, BLOCK_M, V_COLUMNS], out_desc.layout)
+        out_smem = allocate(NUM_CONSUMERS, out_desc, num_pieces(BLOCK_DV))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
@@ -554,39 +468,39 @@ def _attention_fwd_hopper_kernel(
             (_fwd_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, group_size, schedule_ptr, schedule_width,
-                BLOCK_M, BLOCK_N, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND)),
+                BLOCK_M, BLOCK_N, NUM_CONSUMERS, IS_CAUSAL, IS_BAND)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
-                EVEN_KV, OUT_IN_Q, 0)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 0)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
-                EVEN_KV, OUT_IN_Q, 1)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_fwd_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, group_size, schedule_ptr, schedule_width,
-                BLOCK_M, BLOCK_N, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND)),
+                BLOCK_M, BLOCK_N, NUM_CONSUMERS, IS_CAUSAL, IS_BAND)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
-                EVEN_KV, OUT_IN_Q, 0)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 0)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
-                EVEN_KV, OUT_IN_Q, 1)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 1)),
             (_fwd_consumer, (
                 out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, STAGES, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST,
-                EVEN_KV, OUT_IN_Q, 2)),
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
+                OUT_IN_Q, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
 
@@ -606,10 +520,11 @@ def forward(
     n_kv_heads, seq_kv = k.shape[1:3]
     block_m = 64
     width, width_v = row_width(q), row_width(v)
-    columns, columns_v = next_power_of_2(width), next_power_of_2(width_v)
-    block_n = 64 if max(width, width_v) > 128 else 128
     is_causal = lower is None and upper == 0
     is_band = not (is_causal or (lower is None and upper is None))
+    # There is no room for more: in shared memory, in registers beside a wide output, or beside the masks of a band.
+    block_n = 64 if width > 192 or width_v > 128 or (width > 128 and is_band) else 128
+    out_in_q = max(width, width_v) > 128 and width_v <= width
     even_kv = seq_kv % block_n == 0
     # Three consumers feed the matrix unit better at head_dim 64, but make coarser causal tiles and have no registers to
     # spare for masks in the loop or of a ragged end.
@@ -626,13 +541,13 @@ def forward(
     launch(
         _attention_fwd_hopper_kernel,
         (schedule.shape[0],),
-        descriptor(q, [1, 1, block_m, columns]),
-        descriptor(k, [1, 1, block_n, columns]),
-        descriptor(v, [1, 1, block_n, columns_v]),
-        descriptor(target, [1, 1, block_m, columns_v]),
+        descriptor(q, [1, 1, block_m, piece_width(width)]),
+        descriptor(k, [1, 1, block_n, piece_width(width)]),
+        descriptor(v, [1, 1, block_n, piece_width(width_v)]),
+        descriptor(target, [1, 1, block_m, piece_width(width if out_in_q else width_v)]),
         lse, schedule, seq_q, seq_kv, lower, upper, n_heads, n_heads // n_kv_heads, schedule.shape[1], scale * LOG2_E,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=width, BLOCK_DV=width_v, NUM_CONSUMERS=n_consumers, STAGES=2,
-        IS_CAUSAL=is_causal, IS_BAND=is_band, DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv,
+        OUT_IN_Q=out_in_q, IS_CAUSAL=is_causal, IS_BAND=is_band, DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv,
         REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
     )  # fmt: skip
     if target is not out:

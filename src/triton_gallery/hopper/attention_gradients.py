@@ -9,12 +9,11 @@ where each run has to give the same bits.
 
 import torch
 
-from .._launch import cdiv, launch, next_power_of_2
+from .._launch import cdiv, launch
 from ._gluon import (
     TensorDescriptor,
     as_row,
     async_load,
-    async_store,
     descriptor,
     fence_async_shared,
     gl,
@@ -25,19 +24,21 @@ from ._gluon import (
     store_wait,
     warpgroup_mma_wait,
 )
-from .attention_forward import (
-    L2_BYTES,
-    LOG2_E,
-    _mask,
-    head_width,
-    matrix,
+from .attention_forward import L2_BYTES, LOG2_E, _mask
+from .attention_rows import (
+    allocate,
+    load_rows,
+    num_pieces,
+    parts,
+    piece_width,
     row_width,
-    scale_rows,
+    scale_sums,
     start_scores,
     start_sums,
     store_rows,
+    store_tile,
     wait_sums,
-    zero_rows,
+    zero_sums,
 )
 
 QUERIES_PER_TILE = 64
@@ -93,21 +94,25 @@ def _gradient_producer(
     own_x_desc, own_y_desc, x_desc, y_desc, stats_desc, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
     own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads, n_walked_heads,
     heads_per_section, lower, upper,
-    GRADIENT: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GRADIENT: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr,
 ):  # fmt: skip
     """Copies what the program owns once, then X and Y of one step after another, with the statistics of its queries."""
-    X_STAGES: gl.constexpr = x_smem.shape[0]
-    Y_STAGES: gl.constexpr = y_smem.shape[0]
+    X_PIECES: gl.constexpr = num_pieces(BLOCK_D)
+    Y_PIECES: gl.constexpr = num_pieces(BLOCK_DV)
+    X_STAGES: gl.constexpr = x_full.shape[0]
+    Y_STAGES: gl.constexpr = y_full.shape[0]
     ROWS: gl.constexpr = x_smem.shape[3]
     tile, head = _gradient_tile(n_tiles, heads_per_section, GRADIENT, HAS_LOWER or HAS_UPPER)
     batch = head // n_own_heads
     own_head = head % n_own_heads
-    own_bytes: gl.constexpr = own_x_desc.block_type.nbytes + (0 if GRADIENT == "v" else own_y_desc.block_type.nbytes)
-    mbarrier.expect(own_full, 2 * own_bytes)
+    Y_BYTES: gl.constexpr = 0 if GRADIENT == "v" else Y_PIECES * own_y_desc.block_type.nbytes
+    mbarrier.expect(own_full, 2 * (X_PIECES * own_x_desc.block_type.nbytes + Y_BYTES))
     for c in gl.static_range(2):
-        async_load(own_x_desc, [batch, own_head, tile * 128 + c * 64, 0], own_full, own_x_smem.index(c))
+        row = tile * 128 + c * 64
+        load_rows(own_x_desc, batch, own_head, row, own_x_smem, c, own_full, X_PIECES)
         if GRADIENT != "v":
-            async_load(own_y_desc, [batch, own_head, tile * 128 + c * 64, 0], own_full, own_y_smem.index(c))
+            load_rows(own_y_desc, batch, own_head, row, own_y_smem, c, own_full, Y_PIECES)
     begin, end = _tiles_to_walk(tile, n_own, n_walked, lower, upper, ROWS, HAS_LOWER, HAS_UPPER)
     # Queries walk one head of keys; keys walk every head of queries that shares them.
     group_size = gl.maximum(n_walked_heads // n_own_heads, 1)
@@ -118,16 +123,17 @@ def _gradient_producer(
         for i in range(begin, end):
             stage = step % X_STAGES
             mbarrier.wait(x_empty.index(stage), phase(step, X_STAGES) ^ 1)
-            mbarrier.expect(x_full.index(stage), x_desc.block_type.nbytes + N_STATS * stats_desc.block_type.nbytes)
-            async_load(x_desc, [batch, walked_head, i * ROWS, 0], x_full.index(stage), x_smem.index(stage))
+            x_bytes: gl.constexpr = X_PIECES * x_desc.block_type.nbytes + N_STATS * stats_desc.block_type.nbytes
+            mbarrier.expect(x_full.index(stage), x_bytes)
+            load_rows(x_desc, batch, walked_head, i * ROWS, x_smem, stage, x_full.index(stage), X_PIECES)
             for c in gl.static_range(N_STATS):
                 stats_row = ((batch * n_walked_heads + walked_head) * n_q_tiles + i) * 2 + c
                 smem = as_row(stats_smem.index(2 * stage + c), stats_desc.layout)
                 async_load(stats_desc, [stats_row, 0], x_full.index(stage), smem)
             stage = step % Y_STAGES
             mbarrier.wait(y_empty.index(stage), phase(step, Y_STAGES) ^ 1)
-            mbarrier.expect(y_full.index(stage), y_desc.block_type.nbytes)
-            async_load(y_desc, [batch, walked_head, i * ROWS, 0], y_full.index(stage), y_smem.index(stage))
+            mbarrier.expect(y_full.index(stage), Y_PIECES * y_desc.block_type.nbytes)
+            load_rows(y_desc, batch, walked_head, i * ROWS, y_smem, stage, y_full.index(stage), Y_PIECES)
             step += 1
 
 
@@ -138,27 +144,27 @@ def _gradient_step(
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GRADIENT: gl.constexpr, MASK: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """This consumer's rows against one tile: dQ += dS K, dK += dSᵀ Q or dV += Pᵀ dO; P and dS have its rows."""
-    X_STAGES: gl.constexpr = x_smem.shape[0]
-    Y_STAGES: gl.constexpr = y_smem.shape[0]
+    X_STAGES: gl.constexpr = x_full.shape[0]
+    Y_STAGES: gl.constexpr = y_full.shape[0]
     ROWS: gl.constexpr = x_smem.shape[3]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     x_stage = step % X_STAGES
     y_stage = step % Y_STAGES
-    x = matrix(x_smem, x_stage)
-    y = matrix(y_smem, y_stage)
+    x = parts(x_smem, x_stage, BLOCK_D, num_pieces(BLOCK_D))
+    y = parts(y_smem, y_stage, BLOCK_DV, num_pieces(BLOCK_DV))
     # Opaque, so that each step computes the operands' addresses: kept in registers they would push other values out.
     own = opaque(row // 64 % 2)
-    own_x = matrix(own_x_smem, own)
-    own_y = matrix(own_y_smem, own)
+    own_x = parts(own_x_smem, own, BLOCK_D, num_pieces(BLOCK_D))
+    own_y = parts(own_y_smem, own, BLOCK_DV, num_pieces(BLOCK_DV))
     mbarrier.wait(x_full.index(x_stage), phase(step, X_STAGES))
-    s_token = start_scores(own_x, x, BLOCK_D)
+    s_token = start_scores(own_x, x)
     mbarrier.wait(y_full.index(y_stage), phase(step, Y_STAGES))
     if GRADIENT == "v":
         s = warpgroup_mma_wait(0, deps=(s_token,))
     else:
-        dp_token = start_scores(own_y, y, BLOCK_DV)
-        s = warpgroup_mma_wait(1 if head_width(BLOCK_DV) == BLOCK_DV else 2, deps=(s_token,))
+        dp_token = start_scores(own_y, y)
+        s = warpgroup_mma_wait(len(y), deps=(s_token,))
     if MASK:
         s = _mask(s, row, tile * ROWS, lower, upper)
     if not EVEN:
@@ -179,7 +185,7 @@ def _gradient_step(
         else:
             weights = p * (dp - stats_smem.index(2 * x_stage + 1).load(COLS)[None, :])
         right = x
-    acc = wait_sums(start_sums(weights.to(x.dtype), right, acc), 0)
+    acc = wait_sums(start_sums(weights.to(x_smem.dtype), right, acc), 0)
     if GRADIENT == "v":
         mbarrier.arrive(y_empty.index(y_stage), count=1)
     else:
@@ -198,6 +204,7 @@ def _gradient_consumer(
     """Owns 64 rows of the gradient: keeps them in registers while the other side's tiles pass by."""
     ROWS: gl.constexpr = x_smem.shape[3]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    WIDTH: gl.constexpr = BLOCK_DV if GRADIENT == "v" else BLOCK_D
     tile, head = _gradient_tile(n_tiles, heads_per_section, GRADIENT, HAS_LOWER or HAS_UPPER)
     row = tile * 128 + CONSUMER * 64
     # The statistics of the program's own queries; keys have none.
@@ -217,7 +224,7 @@ def _gradient_consumer(
     if HAS_UPPER:
         full_end = gl.minimum(gl.maximum(gl.maximum(row + upper + 1, 0) // ROWS, full_begin), end)
     bounds = (begin, full_begin, full_end, end)
-    acc = zero_rows(64, BLOCK_DV if GRADIENT == "v" else BLOCK_D)
+    acc = zero_sums(64, WIDTH)
     mbarrier.wait(own_full, 0)
     step = 0
     for _ in range(gl.maximum(n_walked_heads // n_own_heads, 1)):
@@ -230,12 +237,12 @@ def _gradient_consumer(
                 )  # fmt: skip
         step += end - begin
     if GRADIENT != "v":
-        acc = scale_rows(acc, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
+        acc = scale_sums(acc, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
     out_smem = own_y_smem if GRADIENT == "v" else own_x_smem
-    out = out_smem.index(CONSUMER)
-    store_rows(matrix(out_smem, CONSUMER), acc)
+    PIECES: gl.constexpr = num_pieces(WIDTH)
+    store_rows(parts(out_smem, CONSUMER, WIDTH, PIECES), acc)
     fence_async_shared()
-    async_store(out_desc, [head // n_own_heads, head % n_own_heads, row, 0], out)
+    store_tile(out_desc, head // n_own_heads, head % n_own_heads, row, out_smem, CONSUMER, WIDTH, PIECES)
     store_wait(0)
 
 
@@ -275,17 +282,14 @@ def _attention_gradient_hopper_kernel(
     EVEN: gl.constexpr,  # no tile passes the end of the keys that queries walk
 ):
     """A program owns 128 rows; row i gets what the rows from i + lower to i + upper of the other side add to it."""
-    dtype: gl.constexpr = x_desc.dtype
-    X_COLUMNS: gl.constexpr = x_desc.block_type.shape[3]
-    Y_COLUMNS: gl.constexpr = y_desc.block_type.shape[3]
-    own_x_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, X_COLUMNS], own_x_desc.layout)
+    own_x_smem = allocate(2, own_x_desc, num_pieces(BLOCK_D))
     # dV needs no V; it leaves through V's place, for which rows of 256 leave no room but that of K.
-    if GRADIENT == "v" and X_COLUMNS == Y_COLUMNS:
+    if GRADIENT == "v" and BLOCK_D == BLOCK_DV:
         own_y_smem = own_x_smem
     else:
-        own_y_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, Y_COLUMNS], own_y_desc.layout)
-    x_smem = gl.allocate_shared_memory(dtype, [X_STAGES, 1, 1, ROWS, X_COLUMNS], x_desc.layout)
-    y_smem = gl.allocate_shared_memory(dtype, [Y_STAGES, 1, 1, ROWS, Y_COLUMNS], y_desc.layout)
+        own_y_smem = allocate(2, own_y_desc, num_pieces(BLOCK_DV))
+    x_smem = allocate(X_STAGES, x_desc, num_pieces(BLOCK_D))
+    y_smem = allocate(Y_STAGES, y_desc, num_pieces(BLOCK_DV))
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * X_STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -306,7 +310,7 @@ def _attention_gradient_hopper_kernel(
             own_x_desc, own_y_desc, x_desc, y_desc, stats_desc, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
             own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads,
             n_walked_heads, heads_per_section, lower, upper,
-            GRADIENT, HAS_LOWER, HAS_UPPER)),
+            BLOCK_D, BLOCK_DV, GRADIENT, HAS_LOWER, HAS_UPPER)),
         (_gradient_consumer, (
             out_desc, stats_ptr, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
             own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads,
@@ -348,7 +352,6 @@ def fill_gradient(
     n_tiles = cdiv(n_own, 128)
     n_q_tiles = stats.shape[0] // (2 * batch * max(n_heads, n_walked_heads))
     width, width_v = row_width(x), row_width(y)
-    columns, columns_v = next_power_of_2(width), next_power_of_2(width_v)
     is_even = gradient != "q" or n_walked % 128 == 0
     # Two masks leave no registers for more.
     n_masks = (lower is not None) + (upper is not None) + (not is_even)
@@ -357,17 +360,17 @@ def fill_gradient(
     launch(
         _attention_gradient_hopper_kernel,
         (batch * n_heads * n_tiles,),
-        descriptor(x, [1, 1, 64, columns]),
-        descriptor(y, [1, 1, 64, columns_v]),
-        descriptor(walked_x, [1, 1, rows, columns]),
-        descriptor(walked_y, [1, 1, rows, columns_v]),
-        descriptor(out, [1, 1, 64, columns_v if gradient == "v" else columns]),
+        descriptor(x, [1, 1, 64, piece_width(width)]),
+        descriptor(y, [1, 1, 64, piece_width(width_v)]),
+        descriptor(walked_x, [1, 1, rows, piece_width(width)]),
+        descriptor(walked_y, [1, 1, rows, piece_width(width_v)]),
+        descriptor(out, [1, 1, 64, piece_width(width_v if gradient == "v" else width)]),
         stats, stats_desc, n_tiles, n_q_tiles, n_own, n_walked, n_heads, n_walked_heads,
         max(1, min(batch * n_heads, L2_BYTES // (n_walked * row_bytes))),
         # A missing limit, and one beyond all rows, is the nearest number that masks nothing.
         -n_own if lower is None else max(lower, -n_own), n_walked if upper is None else min(upper, n_walked),
         scale, scale * LOG2_E,
         ROWS=rows, BLOCK_D=width, BLOCK_DV=width_v, X_STAGES=2,
-        Y_STAGES=1 if min(columns, columns_v) == 256 and gradient != "v" else 2, GRADIENT=gradient,
+        Y_STAGES=1 if min(width, width_v) > 192 and gradient != "v" else 2, GRADIENT=gradient,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, EVEN=is_even, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Rows of a head in the attention kernels for Hopper, whose length need not be a power of two as Triton's shapes are.
+
+The products are over one or two *parts* of the rows: all columns up to a power of two, and the rest of them. A tuple
+holds the parts of a tile, or of a sum. In shared memory a tile lies in one *piece*, of the next larger shape; but rows
+of 129 to 192 columns lie in three pieces of 64, since 256 would take the room of another tile.
+"""
+
+import torch
+
+from .._launch import next_power_of_2
+from ._gluon import as_matrices, async_load, async_store, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+
+WIDTHS = (64, 80, 96, 128, 160, 192, 256)  # powers of two, and sums of two of them
+
+
+def row_width(x: torch.Tensor) -> int:
+    """How many columns of x's rows are computed. TMA fills those past head_dim with zeros."""
+    return next(width for width in WIDTHS if x.shape[-1] <= width)
+
+
+def piece_width(width: int) -> int:
+    """The columns of a piece, which is what one copy brings."""
+    return 64 if 128 < width <= 192 else next_power_of_2(width)
+
+
+@gluon.constexpr_function
+def num_pieces(width):
+    """Pieces of a tile."""
+    return 3 if 128 < width <= 192 else 1
+
+
+@gluon.constexpr_function
+def _head(width):
+    """The columns of the first part: of 96 columns 64, and 32 remain."""
+    return 1 << (width.bit_length() - 1)
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def allocate(TILES: gl.constexpr, desc, PIECES: gl.constexpr):
+    """Shared memory for tiles whose pieces desc copies; an even number of tiles where they have three."""
+    SHAPE: gl.constexpr = [TILES * PIECES] + desc.block_type.shape  # noqa: RUF005
+    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
+
+
+@gluon.jit
+def _piece(smem, tile, INDEX: gl.constexpr, PIECES: gl.constexpr):
+    """A piece of a tile. Of three, the first two lie side by side, and the third after those of all tiles."""
+    N_TILES: gl.constexpr = smem.shape[0] // PIECES
+    if PIECES == 1:
+        piece = smem.index(tile)
+    elif INDEX == 2:
+        piece = smem.index(2 * N_TILES + tile)
+    else:
+        piece = smem.index(2 * tile + INDEX)
+    return piece
+
+
+@gluon.jit
+def load_rows(desc, batch, head, row, smem, tile, barrier, PIECES: gl.constexpr):
+    """Start the copies of a tile; `barrier` has to expect their bytes."""
+    for i in gl.static_range(PIECES):
+        async_load(desc, [batch, head, row, i * smem.shape[4]], barrier, _piece(smem, tile, i, PIECES))
+
+
+@gluon.jit
+def store_tile(desc, batch, head, row, smem, tile, WIDTH: gl.constexpr, PIECES: gl.constexpr):
+    """Start the copies of WIDTH columns to memory; TMA leaves out what is past the tensor's end."""
+    for i in gl.static_range((WIDTH + smem.shape[4] - 1) // smem.shape[4]):
+        async_store(desc, [batch, head, row, i * smem.shape[4]], _piece(smem, tile, i, PIECES))
+
+
+@gluon.jit
+def columns(smem, tile, FIRST: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr):
+    """Columns FIRST to FIRST + COLUMNS of a tile."""
+    ROWS: gl.constexpr = smem.shape[3]
+    WIDTH: gl.constexpr = smem.shape[4]
+    if COLUMNS > WIDTH:
+        # Two pieces side by side are what one piece of twice as many columns is.
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], smem.dtype)
+        view = as_matrices(smem, smem.shape[0] // 2, ROWS, COLUMNS, LAYOUT).index(tile)
+    else:
+        view = _piece(smem, tile, FIRST // WIDTH, PIECES).reshape((ROWS, WIDTH))
+        if COLUMNS < WIDTH:
+            view = view.slice(FIRST % WIDTH, COLUMNS, dim=1)
+    return view
+
+
+@gluon.jit
+def parts(smem, tile, WIDTH: gl.constexpr, PIECES: gl.constexpr):
+    """The parts of a tile of which WIDTH columns are computed."""
+    HEAD: gl.constexpr = _head(WIDTH)
+    if HEAD < WIDTH:
+        both = (columns(smem, tile, 0, HEAD, PIECES), columns(smem, tile, HEAD, WIDTH - HEAD, PIECES))
+    else:
+        both = (columns(smem, tile, 0, WIDTH, PIECES),)
+    return both
+
+
+@gluon.jit
+def some_rows(tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
+    """ROWS rows of each part of a tile."""
+    if len(tile) == 2:
+        rows = (tile[0].slice(FIRST, ROWS, dim=0), tile[1].slice(FIRST, ROWS, dim=0))
+    else:
+        rows = (tile[0].slice(FIRST, ROWS, dim=0),)
+    return rows
+
+
+@gluon.jit
+def store_rows(tile, sums):
+    tile[0].store(sums[0].to(tile[0].dtype))
+    if len(tile) == 2:
+        tile[1].store(sums[1].to(tile[1].dtype))
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    return gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+
+
+@gluon.jit
+def start_scores(x, y):
+    """Start x yᵀ, over the columns of all parts; the first operand may be in registers."""
+    zeros = _zeros(x[0].shape[0], y[0].shape[0])
+    token = warpgroup_mma(x[0], y[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if len(x) == 2:
+        token = warpgroup_mma(x[1], y[1].permute((1, 0)), token, is_async=True)
+    return token
+
+
+@gluon.jit
+def zero_sums(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Sums in registers, part by part."""
+    HEAD: gl.constexpr = _head(WIDTH)
+    if HEAD < WIDTH:
+        sums = (_zeros(ROWS, HEAD), _zeros(ROWS, WIDTH - HEAD))
+    else:
+        sums = (_zeros(ROWS, WIDTH),)
+    return sums
+
+
+@gluon.jit
+def _start_part(p, y, sums):
+    left = gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 2))
+    return warpgroup_mma(left, y, sums, is_async=True)
+
+
+@gluon.jit
+def start_sums(p, y, sums):
+    """Start sums += p y; p is in registers and has 16 bits."""
+    if len(y) == 2:
+        tokens = (_start_part(p, y[0], sums[0]), _start_part(p, y[1], sums[1]))
+    else:
+        tokens = (_start_part(p, y[0], sums[0]),)
+    return tokens
+
+
+@gluon.jit
+def wait_sums(tokens, N_LATER: gl.constexpr):
+    """The sums, while N_LATER products that were started later may go on."""
+    if len(tokens) == 2:
+        sums = warpgroup_mma_wait(N_LATER, deps=tokens)
+    else:
+        sums = (warpgroup_mma_wait(N_LATER, deps=tokens),)
+    return sums
+
+
+@gluon.jit
+def _scale_part(x, factor):
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def scale_sums(sums, factor):
+    """Each row of the sums times its number in `factor`."""
+    if len(sums) == 2:
+        scaled = (_scale_part(sums[0], factor), _scale_part(sums[1], factor))
+    else:
+        scaled = (_scale_part(sums[0], factor),)
+    return scaled
