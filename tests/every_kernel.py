@@ -22,9 +22,10 @@ def random(*shape, dtype=F16):
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def attention(seq_q, seq_k, head_dim, dtype=F16, heads=(2, 2), **options):
-    shapes = [(2, heads[0], seq_q), (2, heads[1], seq_k), (2, heads[1], seq_k)]
-    return lambda *x: tg.attention(*x, enable_gqa=True, **options), [random(*s, head_dim, dtype=dtype) for s in shapes]
+def attention(seq_q, seq_k, head_dim, dtype=F16, heads=(2, 2), head_dim_v=None, **options):
+    q = random(2, heads[0], seq_q, head_dim, dtype=dtype)
+    k, v = (random(2, heads[1], seq_k, d, dtype=dtype) for d in (head_dim, head_dim_v or head_dim))
+    return lambda *x: tg.attention(*x, enable_gqa=True, **options), [q, k, v]
 
 
 # Functions with the tensors they take; gradients are computed for each where the dtype has them.
@@ -82,6 +83,7 @@ CALLS = [
     attention(300, 333, 90, heads=(4, 2), window=(90, 5)),
     attention(300, 200, 256, window=(90, None)),
     attention(300, 333, 150, heads=(4, 2)),
+    attention(300, 333, 192, head_dim_v=128, is_causal=True),
 ]
 
 
