@@ -690,11 +690,12 @@ except ValueError as error:
 #   of keys, and only the first tile of a walk can need a mask. It holds at least one key that is allowed to each query,
 #   so the reference is finite from the start. Other alignments and windows are compiled as another kernel from the same
 #   source, which walks from the upper limit to the lower one, with masks at both ends and a finite start.
-# - A tile has 64, 128 or 256 columns. Where a row of the tensor ends before, at 80 for example, the tensor memory
-#   accelerator fills in zeros. The products leave most of those out. No tile can have 80 columns, but one can have 64
-#   and another 16, and both can be parts of the 128 in shared memory: so the scores are two products, added up in the
-#   same registers, and the output has two parts. In this way 80, 96, 160 and 192 columns are computed besides the
-#   powers of two, and :math:`V` may have another number of them than :math:`Q` and :math:`K`.
+# - A shape is a power of two, and a head dimension like 80 is none. Its rows lie in shared memory as 128 columns: the
+#   tensor memory accelerator knows where a row of the tensor ends, and fills in zeros. The products leave them out. The
+#   scores are two products, over 64 columns and over 16, added up in the same registers, and the output has two such
+#   parts. So 80, 96, 160 and 192 columns are computed besides the powers of two, and :math:`V` may have another number
+#   of them than :math:`Q` and :math:`K`. Rows of up to 192 do not take the room of 256 either, they lie in three pieces
+#   of 64 columns.
 # - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
 #   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
 #
@@ -1046,7 +1047,8 @@ report_head_dims_bwd
 
 # %%
 # *Multi-head latent attention*, with which DeepSeek's models keep their cache small, has queries and keys of 192
-# numbers and values of 128. These are 16384 positions in 16 heads, causal, cut into sequences:
+# numbers and values of 128. These are 16384 positions in 16 heads, causal, cut into sequences. (torch has no kernel of
+# FlashAttention-2 for rows of two lengths.)
 
 
 def latent(direction, name):
@@ -1302,10 +1304,10 @@ decode_report
 # nothing. It takes no splits, and with :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` it is
 # the nearest to a copy.
 #
-# cuDNN is ahead at all six shapes. Where heads are shared, 64 sequences of 2048 positions are the worst of them: we
-# run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048` of its rate. With one sequence
-# of 32768 positions and 32 heads of keys we run at
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768`.
+# With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096` of
+# cuDNN. At the other shapes cuDNN is ahead, by the most with 64 sequences of 2048 positions and shared heads, where we
+# run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048`, and by the least with one sequence of
+# 32768 positions and 32 heads of keys, at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768`.
 
 # %%
 # Right of the ridge, thanks to what is not written
@@ -1373,28 +1375,32 @@ for seq_len in (512, 1024, 4096, 16384):
 # which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against cuDNN, with
 # 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a
 # mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of
-# long and short tiles pays. Least is won in short sequences with head dimension 64: at worst
+# long and short tiles pays. Short sequences with head dimension 64 are about even: at worst
 # :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
-# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`. The backward passes with a mask are behind
-# nowhere with these two head dimensions, since they begin with the longest tiles. Without one they are about even with
-# cuDNN's, at worst at
-# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
-# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` with 64.
+# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`. The backward passes with a mask begin with
+# the longest tiles, and are at worst at
+# :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
+# :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about even
+# with cuDNN's, at worst at
+# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` and at
+# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst`.
 #
-# In between the powers of two, products in two parts keep us ahead with head dimensions of 80 and 96, at
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80` and
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 96` of cuDNN's forward pass. With 160 and 192 they
-# do not: we are at :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` and
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 192`, and at
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256` with 256, in about the same time. Rows of
-# these three lengths take the same room in shared memory. It holds tiles of 64 keys then instead of 128, and by our
-# count shared memory, not the matrix unit, is what a step with so few keys waits for. The backward passes are at
+# In between the powers of two, products in two parts keep us ahead: with head dimensions of 80, 96 and 160 the forward
+# pass is at :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 96` and
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` of cuDNN's, with 256 at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`. With 192 it is at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 192`. Beside an output of 192 columns, registers
+# hold scores of 64 keys at a time, not of 128. The backward passes with 160, 192 and 256 are at
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 160`,
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 192` and
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256`: eight products instead of five, but no sums
-# in memory. Those eight are too many where the values are shorter than the keys, as in latent attention: with 4096
-# positions its forward pass runs at :measured:`attention-fwd-latent-fp16: triton_gallery / cuDNN at 4096`, its backward
-# pass at :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at 4096` of cuDNN.
+# in memory.
+#
+# Latent attention has room for 128 keys. With 4096 positions its forward pass runs at
+# :measured:`attention-fwd-latent-fp16: triton_gallery / cuDNN at 4096` of cuDNN's. Its backward pass runs at
+# :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at 4096`: cuDNN's is faster than with 192 numbers
+# throughout, ours is not.
 #
 # In the deterministic mode seven products take the place of five where the head dimension is 128. It reaches
 # :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 4096` the rate of the
@@ -1673,6 +1679,7 @@ torch.testing.assert_close(dq, gradients_of(materialised_attention, q, k, v, dou
 # - :cite:`rabe2021memory`: attention without the matrix of scores.
 # - :cite:`dao2022flash`: the same, tile by tile on one chip, with the backward pass.
 # - :cite:`dao2023flash2`: one program for each tile of queries, and fewer operations that are no products.
+# - :cite:`deepseek2024v2`: latent attention, with keys longer than values.
 # - :cite:`shah2024flash3`: producers, consumers, and softmax under products on Hopper.
 
 # %%
