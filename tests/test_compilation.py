@@ -108,6 +108,7 @@ CASES = [
     Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), matrix=True),
     Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True),
     Case("attention", [(2, 4, 1000, 80)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90", "gfx942")),
+    Case("attention", [(2, 4, 1000, 128)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",)),
     Case("attention", [(2, 4, 1000, 192)] * 2 + [(2, 4, 1000, 128)], (F16,), {"is_causal": True}, True, ("sm_90",)),
     Case("attention", [(2, 4, 1000, 256)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",)),
     Case(
@@ -149,7 +150,8 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("attention 4x8x2048x128", "sm_90"): (512, "dk and dv fill the consumers' registers; addresses make room"),
     ("attention 4x8x1x128", "sm_90"): (512, "the same kernel"),
     ("attention 1x4x16x256", "sm_100"): (32, "a few values of the backward pass, with Triton 3.6 alone"),
-    ("attention 2x4x1000x80", "sm_90"): (1216, "the same kernel, and masks at both ends of a walk"),
+    ("attention 2x4x1000x128 2x4x1000x128", "sm_90"): (1216, "the same kernel, and masks at both ends of a walk"),
+    ("attention 2x4x1000x80", "sm_90"): (88, "the same with fewer columns"),
     ("attention 2x4x1000x128 2x2x1000x128", "sm_90"): (480, "the same kernel, and a loop over the heads of a group"),
     ("attention 2x4x1000x256", "sm_90"): (608, "a gradient of 256 columns, and masks at both ends of a walk"),
     ("attention 1x4x16x256", "sm_90"): (208, "the same with one mask"),
@@ -220,9 +222,9 @@ def test_kernels_of_the_deterministic_mode_compile_within_limits(dtype):
     tensors = {d: [_tensor((2, 4, 1000, d), dtype)] * 3 for d in (64, 128)}
     masks = [{}, {"is_causal": True}, {"window": 256}]
     calls = [(attention_that_repeats, args, kwargs, True) for args in tensors.values() for kwargs in masks]
-    # Registers are short where tiles of 128 x 128 scores meet a causal mask and the end of the keys. With Triton 3.9 a
-    # value or two is spilled elsewhere.
-    allowed = {(128, "is_causal"): 1024, (128, "window"): 192, (64, "is_causal"): 216}
+    # dk and dv fill the consumers' registers, as above, and masks want some. With Triton 3.9 a value or two is spilled
+    # elsewhere.
+    allowed = {(128, "is_causal"): 112, (128, "window"): 192}
     for (_, args, kwargs, _), (kernels,) in zip(
         calls, codegen._compile(codegen._pack(calls, ("sm_90",), keep_asm=False)), strict=True
     ):
