@@ -301,7 +301,7 @@ def _attention_bwd_hopper_kernel(
     scale,
     scale_log2,
     BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
-    BLOCK_DV: gl.constexpr,  # of v and dO
+    BLOCK_DV: gl.constexpr,  # of v and dO; each is one of WIDTHS up to 128
     STAGES: gl.constexpr,
     IS_GROUPED: gl.constexpr,  # several query heads share a head of keys
     HAS_DQ: gl.constexpr,  # otherwise dq_desc is not used

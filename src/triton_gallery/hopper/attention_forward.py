@@ -428,7 +428,7 @@ def _attention_fwd_hopper_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
-    BLOCK_DV: gl.constexpr,  # of v and out: 64, 128, 192 or 256
+    BLOCK_DV: gl.constexpr,  # of v and out; each is one of WIDTHS
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     OUT_IN_Q: gl.constexpr,  # the output leaves from where the queries were, whose successors then come later

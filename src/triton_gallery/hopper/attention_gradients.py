@@ -273,7 +273,7 @@ def _attention_gradient_hopper_kernel(
     scale_log2,
     ROWS: gl.constexpr,
     BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
-    BLOCK_DV: gl.constexpr,  # of v and dO: 64, 128, 192 or 256
+    BLOCK_DV: gl.constexpr,  # of v and dO; each is one of WIDTHS
     X_STAGES: gl.constexpr,
     Y_STAGES: gl.constexpr,
     GRADIENT: gl.constexpr,  # "q", "k" or "v"
