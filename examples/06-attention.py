@@ -1237,7 +1237,7 @@ report_fp32_bwd
 # them. And where several heads of queries share the same keys (*grouped queries*), one program serves them all, or the
 # keys would be read once for each. The tile of queries then holds all queries of all heads of a group. The second
 # kernel has little to do. To make its start cheap as well, its programs may begin while the last ones of the first
-# kernel still run, and wait for them, as on page five:
+# kernel still run, and wait for them by the two calls of page five:
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -1305,9 +1305,10 @@ decode_report
 # the nearest to a copy.
 #
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096` of
-# cuDNN. With one of 32768 positions and 32 heads of keys we are about even, at
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768`. At the other shapes cuDNN is ahead, by the
-# most with 64 sequences of 2048 positions and shared heads: there we run at
+# cuDNN. With 32 heads of keys we are about even, at
+# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768` with one sequence and at
+# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 16×32×4096` with sixteen. At the other shapes cuDNN is
+# ahead, by the most with 64 sequences of 2048 positions and shared heads: there we run at
 # :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048`.
 
 # %%
@@ -1386,13 +1387,13 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` and at
 # :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst`.
 #
-# In between the powers of two, products in two parts keep us ahead: with head dimensions of 80, 96 and 160 the forward
-# pass is at :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
+# With head dimensions of 80, 96 and 160, whose products have two parts, the forward pass is at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 96` and
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` of cuDNN's, with 256 at
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`. With 192 it is at
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 192`. Beside an output of 192 columns, registers
-# hold scores of 64 keys at a time, not of 128. The backward passes with 160, 192 and 256 are at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`, and with 192 at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 192`. From 160 on there is no room for tiles of 128
+# keys, and these have 64. The backward passes with 160, 192 and 256 are at
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 160`,
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 192` and
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256`: eight products instead of five, but no sums
@@ -1400,8 +1401,9 @@ for seq_len in (512, 1024, 4096, 16384):
 #
 # Latent attention has room for 128 keys. With 4096 positions its forward pass runs at
 # :measured:`attention-fwd-latent-fp16: triton_gallery / cuDNN at 4096` of cuDNN's. Its backward pass runs at
-# :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at 4096`: cuDNN's is faster than with 192 numbers
-# throughout, ours is not.
+# :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at 4096`, at worst at
+# :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at worst`. cuDNN's reaches a higher rate there than with
+# 192 numbers throughout, and ours does not.
 #
 # In the deterministic mode seven products take the place of five where the head dimension is 128. It reaches
 # :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 4096` the rate of the

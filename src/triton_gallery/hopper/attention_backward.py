@@ -283,7 +283,7 @@ def _bwd_consumer(
 )  # fmt: skip
 def _attention_bwd_hopper_kernel(
     q_desc,  # (batch, n_heads, seq_q, head_dim)
-    dout_desc,  # (batch, n_heads, seq_q, head_dim)
+    dout_desc,  # (batch, n_heads, seq_q, head_dim_v)
     k_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
     v_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
     stats_desc,  # (batch * n_heads * n_q_tiles * 2, 64): of each query tile lse in base 2, then delta
@@ -455,7 +455,7 @@ def backward(
     n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
-    # Q, dO and the float32 sums of dQ of the heads that work at the same time.
+    # About what Q, dO and the float32 sums of dQ take, of the heads that work at the same time.
     row_bytes = 4 * (block_d + block_dv) * (n_heads // n_kv_heads)
     heads_per_section = max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * row_bytes)))
     stats = scratch((n_tiles * 2, QUERIES_PER_TILE), torch.float32, q.device)

@@ -431,7 +431,7 @@ def _attention_fwd_hopper_kernel(
     BLOCK_DV: gl.constexpr,  # of v and out; each is one of WIDTHS
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    OUT_IN_Q: gl.constexpr,  # the output leaves from where the queries were, whose successors then come later
+    OUT_IN_Q: gl.constexpr,  # for want of room the output leaves through the place of the queries
     IS_CAUSAL: gl.constexpr,  # upper is 0, and there is no lower limit
     IS_BAND: gl.constexpr,  # other limits: query i sees the keys from i + lower to i + upper
     DIAGONAL_FIRST: gl.constexpr,  # every query tile's last key tile holds its diagonal
@@ -522,7 +522,7 @@ def forward(
     width, width_v = row_width(q), row_width(v)
     is_causal = lower is None and upper == 0
     is_band = not (is_causal or (lower is None and upper is None))
-    # There is no room for more: in shared memory, in registers beside a wide output, or beside the masks of a band.
+    # For more keys there is no room in shared memory, or no registers beside a wide output or the masks of a band.
     block_n = 64 if width > 192 or width_v > 128 or (width > 128 and is_band) else 128
     out_in_q = max(width, width_v) > 128 and width_v <= width
     even_kv = seq_kv % block_n == 0

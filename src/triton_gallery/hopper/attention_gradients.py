@@ -254,9 +254,9 @@ def _gradient_consumer(
 )  # fmt: skip
 def _attention_gradient_hopper_kernel(
     own_x_desc,  # (batch, n_own_heads, n_own, head_dim): q for dQ, k for dK and dV
-    own_y_desc,  # likewise: dO for dQ, v for dK, not read for dV
+    own_y_desc,  # likewise, with head_dim_v: dO for dQ, v for dK, not read for dV
     x_desc,  # (batch, n_walked_heads, n_walked, head_dim): k for dQ, q for dK and dV
-    y_desc,  # likewise: v for dQ, dO for dK and dV
+    y_desc,  # likewise, with head_dim_v: v for dQ, dO for dK and dV
     out_desc,  # the gradient, shaped as own_x (for dV as v)
     stats_ptr,  # (batch * n_heads * n_q_tiles * 2, 64): of each query tile lse in base 2, then delta
     stats_desc,  # the same
@@ -279,7 +279,7 @@ def _attention_gradient_hopper_kernel(
     GRADIENT: gl.constexpr,  # "q", "k" or "v"
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
-    EVEN: gl.constexpr,  # no tile passes the end of the keys that queries walk
+    EVEN: gl.constexpr,  # 128 divides the number of keys that queries walk, so that no tile passes their end
 ):
     """A program owns 128 rows; row i gets what the rows from i + lower to i + upper of the other side add to it."""
     own_x_smem = allocate(2, own_x_desc, num_pieces(BLOCK_D))
