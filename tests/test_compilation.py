@@ -33,6 +33,7 @@ class Case:
     kwargs: dict = field(default_factory=dict)  # a shape among them stands for a tensor
     matrix: bool = False  # matrix instructions must appear
     targets: tuple[str, ...] = codegen.TARGETS
+    slow: bool = False
 
     def calls(self):
         """For each dtype a name and a call, with its gradients where it has some."""
@@ -108,7 +109,7 @@ CASES = [
     Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), matrix=True),
     Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True),
     Case("attention", [(2, 4, 1000, 80)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90", "gfx942")),
-    Case("attention", [(2, 4, 1000, 128)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",)),
+    Case("attention", [(2, 4, 1000, 128)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",), slow=True),
     Case("attention", [(2, 4, 1000, 192)] * 2 + [(2, 4, 1000, 128)], (F16,), {"is_causal": True}, True, ("sm_90",)),
     Case("attention", [(2, 4, 1000, 256)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",)),
     Case(
@@ -129,6 +130,7 @@ CASES = [
         (F32,),
         {"window": 256},
         targets=("sm_90",),
+        slow=True,
     ),
     Case("attention", [(1, 4, 16, 256), (1, 4, 8192, 256), (1, 4, 8192, 256)], (BF16,), {"is_causal": True}),
 ]
@@ -195,7 +197,11 @@ def check(kernels: list[codegen.Kernel] | str, target: str, allowed_spills: int)
 # Processes of pytest-xdist share nothing: all cases of one target belong to one of them.
 @pytest.mark.parametrize(
     ("name", "target"),
-    [pytest.param(n, t, marks=pytest.mark.xdist_group(t)) for n, (_, case) in CALLS.items() for t in case.targets],
+    [
+        pytest.param(n, t, marks=[pytest.mark.xdist_group(t)] + [pytest.mark.slow] * case.slow)
+        for n, (_, case) in CALLS.items()
+        for t in case.targets
+    ],
 )
 def test_compiles_within_limits(compiled, name, target):
     allowed = max((size for (part, t), (size, _) in EXPECTED_SPILLS.items() if part in name and t == target), default=0)
@@ -217,7 +223,7 @@ def attention_that_repeats(*args, **kwargs):
 
 
 @pytest.mark.xdist_group("deterministic")
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F16, pytest.param(BF16, marks=pytest.mark.slow)], ids=str)
 def test_kernels_of_the_deterministic_mode_compile_within_limits(dtype):
     tensors = {d: [_tensor((2, 4, 1000, d), dtype)] * 3 for d in (64, 128)}
     masks = [{}, {"is_causal": True}, {"window": 256}]
