@@ -20,7 +20,9 @@ INF, NAN = math.inf, math.nan
 FLOOR = 5e-7
 OPS = pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=str)
-PATHS = pytest.mark.parametrize("path", ["whole_rows", "online", "strided", "parts", "strided_parts"], indirect=True)
+PATHS = pytest.mark.parametrize(
+    "path", ["whole_rows", "blocks", "online", "strided", "parts", "strided_parts"], indirect=True
+)
 # Of tests that take long and that the ways in parts add little to.
 THREE_PATHS = pytest.mark.parametrize("path", ["whole_rows", "online", "strided"], indirect=True)
 SIZES = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130]
@@ -34,9 +36,12 @@ def path(request, monkeypatch):
     """The name of a path, for `lay`; blocks and parts are so small that short rows have several."""
     if request.param in ("online", "parts"):
         force_online(monkeypatch)
+    if request.param == "blocks":
+        monkeypatch.setattr(module, "_ONE_BLOCK_COLS", 0)
+        monkeypatch.setattr(module, "_block", lambda x, n_cols, dtype: (16, 4, n_cols % 2 == 0))
     if "parts" in request.param:
         monkeypatch.setattr(module, "_pays_in_parts", lambda *args: True)
-        monkeypatch.setattr(module, "_strided_tile", lambda *args: (4, 16, 4))
+        monkeypatch.setattr(module, "_strided_tile", lambda *args: (4, 2, 4))
     return request.param
 
 
@@ -120,7 +125,7 @@ def test_softmax_around_the_longest_row_in_registers(dtype, device):
 
 # Whole rows in shared memory, and rows in parts.
 CHIP_COLUMNS = [
-    *(8200, 8201, 16_384, 32_776, 41_393, 70_000, 106_490, 106_496, 106_504),
+    *(8200, 8201, 20_496, 32_776, 41_393, 70_000, 106_490, 106_496, 106_504),
     *(110_592, 114_688, 131_072, 150_001, 155_640, 155_648, 155_649),
     *(170_001, 262_144),
 ]
@@ -217,8 +222,8 @@ def test_parts_of_long_rows(op, dtype, path, device, monkeypatch):
     monkeypatch.setattr(module, "_MIN_STEPS_OF_PARTS", 3)
     monkeypatch.setattr(module, "_MAX_ROW_BYTES", 0)
     monkeypatch.setattr(module, "_ONLINE_BLOCK_BYTES", 64 * dtype.itemsize)
-    one_tile = module._strided_tile(400, False)
-    monkeypatch.setattr(module, "_strided_tile", lambda n_cols, dense: one_tile if n_cols == 400 else (4, 64, 4))
+    one_tile = module._strided_tile(200, 400, False, dtype, True)
+    monkeypatch.setattr(module, "_strided_tile", lambda n_rows, n_cols, *args: one_tile if n_cols == 400 else (4, 32, 4))
     launched = []
     run_kernel = module.launch
 
@@ -263,7 +268,12 @@ def test_each_path_has_its_kernels(path, device, monkeypatch):
     if "parts" in path:
         names = ["parts_stats", "parts_fwd", "parts_sum", "parts_bwd"]
     else:
-        names = [{"whole_rows": "", "online": "online_", "strided": "strided_"}[path] + way for way in ("fwd", "bwd")]
+        names = {
+            "whole_rows": ["fwd", "bwd"],
+            "blocks": ["fwd_blocks", "bwd"],
+            "online": ["online_fwd", "online_bwd"],
+            "strided": ["strided_fwd", "strided_bwd"],
+        }[path]
     assert launched == [getattr(module, f"_softmax_{name}_kernel") for name in names]
 
 

@@ -17,6 +17,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, tor
 # One program keeps at most this much of its rows in registers, counted in the dtype of the statistics: half of the
 # register file of one multiprocessor. Longer rows take the online kernels.
 _MAX_ROW_BYTES = 128 * 1024
+# Longer rows than this have a program of their own, which reads them in blocks of columns.
+_ONE_BLOCK_COLS = 1024
 # How much of a longer row one step of an online kernel reads: 16 bytes for each thread of 16 warps.
 _ONLINE_BLOCK_BYTES = 8 * 1024
 # Few rows of at least as many blocks are cut into parts; of more blocks where there are more than 32 rows: measured on
@@ -29,6 +31,16 @@ _L2_BYTES = 36 * 1024 * 1024
 
 
 # --- forward kernels --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _exp(x, DTYPE: tl.constexpr):
+    """exp(x) for a result in DTYPE."""
+    if DTYPE == tl.float32 or DTYPE == tl.float64:
+        return tl.exp(x)
+    else:
+        # The hardware's instruction is exp2. Numbers under 1e-38, which take tl.exp four instructions more, become 0.
+        return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -53,7 +65,7 @@ def _softmax_fwd_kernel(
     # As in torch, x takes the output's dtype before anything else; the arithmetic is at least float32.
     x = x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE)
     x = x - tl.max(x, axis=1, keep_dims=True)
-    numerator = tl.exp(x)
+    numerator = _exp(x, out_ptr.dtype.element_ty)
     denominator = tl.sum(numerator, axis=1, keep_dims=True)
     if IS_LOG:
         out = x - tl.log(denominator)
@@ -61,6 +73,54 @@ def _softmax_fwd_kernel(
         # One division per row, then products.
         out = numerator * (1 / denominator)
     tl.store(out_ptr + rows * n_cols + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_fwd_blocks_kernel(
+    x_ptr,  # (n_rows, n_cols)
+    out_ptr,  # (n_rows, n_cols), contiguous
+    n_cols,
+    x_row_stride,
+    N_BLOCKS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    KEEP_EXP: tl.constexpr,  # what waits in registers is exp(x - max(x)); otherwise it is x, and exp is taken twice
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program i owns row i, in blocks of columns that are all full but the last.
+
+    One block would have to be the next power of two, and up to half of its registers would hold nothing.
+    """
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_COLS)
+    x_row_ptr = x_ptr + row * x_row_stride
+    out_row_ptr = out_ptr + row * n_cols
+    # The blocks wait as they were loaded: a 16-bit number takes half of a register.
+    blocks = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_COLS + lanes
+        mask = cols < n_cols if k == N_BLOCKS - 1 else None
+        blocks += (tl.load(x_row_ptr + cols, mask=mask, other=None if mask is None else -float("inf")),)
+    maxima = blocks[0].to(DTYPE).to(STATS_DTYPE)
+    for k in tl.static_range(1, N_BLOCKS):
+        maxima = tl.maximum(maxima, blocks[k].to(DTYPE).to(STATS_DTYPE))
+    row_max = tl.max(maxima, axis=0)
+    sums = tl.zeros((BLOCK_COLS,), STATS_DTYPE)
+    numerators = ()
+    for k in tl.static_range(N_BLOCKS):
+        numerator = _exp(blocks[k].to(DTYPE).to(STATS_DTYPE) - row_max, DTYPE)
+        sums += numerator
+        if KEEP_EXP and not IS_LOG:
+            numerators += (numerator,)
+    row_sum = tl.sum(sums, axis=0)
+    for k in tl.static_range(N_BLOCKS):
+        if KEEP_EXP and not IS_LOG:
+            out = numerators[k] * (1 / row_sum)
+        else:
+            out = _normalize(blocks[k].to(DTYPE).to(STATS_DTYPE), row_max, row_sum, DTYPE, IS_LOG)
+        cols = k * BLOCK_COLS + lanes
+        tl.store(out_row_ptr + cols, out.to(DTYPE), mask=cols < n_cols if k == N_BLOCKS - 1 else None)
 
 
 @triton.jit
@@ -72,10 +132,10 @@ def _online_start(SHAPE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _online_update(m, s, x):
-    """Fold x into each lane's running maximum m and its sum s of exp(x - m)."""
+def _online_update(m, s, x, DTYPE: tl.constexpr):
+    """Fold x into each lane's running maximum m and its sum s of exp(x - m), for a result in DTYPE."""
     # The new maximum is m or x, so one of exp(m - new) and exp(x - new) is 1 and the other is e.
-    e = tl.exp(-tl.abs(x - m))
+    e = _exp(-tl.abs(x - m), DTYPE)
     s = tl.where(x > m, s * e + 1, s + e)
     return tl.maximum(m, x), s
 
@@ -88,12 +148,12 @@ def _online_finish(m, s):
 
 
 @triton.jit
-def _normalize(x, row_max, row_sum, IS_LOG: tl.constexpr):
-    """The softmax, or its logarithm, of numbers x of a row with these statistics."""
+def _normalize(x, row_max, row_sum, DTYPE: tl.constexpr, IS_LOG: tl.constexpr):
+    """The softmax in DTYPE, or its logarithm, of numbers x of a row with these statistics."""
     if IS_LOG:
         return x - row_max - tl.log(row_sum)
     else:
-        return tl.exp(x - row_max) * (1 / row_sum)
+        return _exp(x - row_max, DTYPE) * (1 / row_sum)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -108,6 +168,7 @@ def _softmax_online_fwd_kernel(
     STATS_DTYPE: tl.constexpr = tl.float32,
 ):
     """Program i owns rows i, i + num_programs, ... and walks each twice: for max and sum, then to write the result."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     cols = tl.arange(0, BLOCK_COLS)
     row = tl.program_id(0).to(tl.int64)
     while row < n_rows:
@@ -118,14 +179,14 @@ def _softmax_online_fwd_kernel(
         for start in tl.range(0, n_cols, BLOCK_COLS, num_stages=4):
             mask = start + cols < n_cols
             x = tl.load(x_ptrs + start, mask=mask, other=-float("inf"), eviction_policy="evict_last")
-            m, s = _online_update(m, s, x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE))
+            m, s = _online_update(m, s, x.to(DTYPE).to(STATS_DTYPE), DTYPE)
         row_max, row_sum = _online_finish(m, s)
         # The second walk finds in the L2 cache what the first one asked it to keep.
         for start in tl.range(0, n_cols, BLOCK_COLS, num_stages=4):
             mask = start + cols < n_cols
             x = tl.load(x_ptrs + start, mask=mask, other=-float("inf"), eviction_policy="evict_first")
-            out = _normalize(x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE), row_max, row_sum, IS_LOG)
-            tl.store(out_ptrs + start, out.to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+            out = _normalize(x.to(DTYPE).to(STATS_DTYPE), row_max, row_sum, DTYPE, IS_LOG)
+            tl.store(out_ptrs + start, out.to(DTYPE), mask=mask, cache_modifier=".cs")
         row += tl.num_programs(0)
 
 
@@ -153,21 +214,40 @@ def _softmax_strided_fwd_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    N_BLOCKS: tl.constexpr,  # of columns
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
 ):
     """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS, in any memory layout."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     # Columns run down the tile and rows across it: in most such tensors neighbouring rows are neighbours in memory.
     rows = tl.program_id(0).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
-    cols = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
-    mask = (rows < n_rows) & (cols < n_cols)
-    x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides) + cols * x_col_stride
-    x = tl.load(x_ptrs, mask=mask, other=-float("inf")).to(out_ptr.dtype.element_ty).to(STATS_DTYPE)
-    row_max = tl.max(x, axis=0, keep_dims=True)
-    row_sum = tl.sum(tl.exp(x - row_max), axis=0, keep_dims=True)
-    out = _normalize(x, row_max, row_sum, IS_LOG)
-    out_ptrs = out_ptr + _row_offsets(rows, sizes, out_row_strides) + cols * out_col_stride
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+    lanes = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
+    x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides)
+    blocks = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_COLS + lanes
+        mask = (rows < n_rows) & (cols < n_cols)
+        blocks += (tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf")),)
+    # Each lane meets its own numbers of all blocks first; only then do the lanes meet.
+    maxima = blocks[0].to(DTYPE).to(STATS_DTYPE)
+    for k in tl.static_range(1, N_BLOCKS):
+        maxima = tl.maximum(maxima, blocks[k].to(DTYPE).to(STATS_DTYPE))
+    row_max = tl.max(maxima, axis=0, keep_dims=True)
+    sums = tl.zeros((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
+    numerators = ()
+    for k in tl.static_range(N_BLOCKS):
+        numerators += (_exp(blocks[k].to(DTYPE).to(STATS_DTYPE) - row_max, DTYPE),)
+        sums += numerators[k]
+    row_sum = tl.sum(sums, axis=0, keep_dims=True)
+    out_ptrs = out_ptr + _row_offsets(rows, sizes, out_row_strides)
+    for k in tl.static_range(N_BLOCKS):
+        if IS_LOG:
+            out = blocks[k].to(DTYPE).to(STATS_DTYPE) - row_max - tl.log(row_sum)
+        else:
+            out = numerators[k] * (1 / row_sum)
+        cols = k * BLOCK_COLS + lanes
+        tl.store(out_ptrs + cols * out_col_stride, out.to(DTYPE), mask=(rows < n_rows) & (cols < n_cols))
 
 
 @triton.jit
@@ -193,12 +273,13 @@ def _softmax_parts_stats_kernel(
     rows = (tl.program_id(0) // n_parts).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
     lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
     x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     m, s = _online_start((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
     for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=4):
         cols = start + lanes
         mask = (rows < n_rows) & (cols < n_cols)
         x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_last")
-        m, s = _online_update(m, s, x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE))
+        m, s = _online_update(m, s, x.to(DTYPE).to(STATS_DTYPE), DTYPE)
     part_max, part_sum = _online_finish(m, s)
     offsets = rows * n_parts + part
     tl.store(part_max_ptr + offsets, part_max, mask=rows < n_rows)
@@ -230,6 +311,7 @@ def _softmax_parts_fwd_kernel(
     """Program i * n_parts + j writes part j of the rows of tile i, by the statistics of all parts."""
     part = (tl.program_id(0) % n_parts).to(tl.int64)
     rows = (tl.program_id(0) // n_parts).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     lowest, zero = _online_start((BLOCK_PARTS, BLOCK_ROWS), STATS_DTYPE)
     m, s = lowest, zero
     for first in range(0, n_parts, BLOCK_PARTS):
@@ -247,8 +329,8 @@ def _softmax_parts_fwd_kernel(
         cols = start + lanes
         mask = (rows < n_rows) & (cols < n_cols)
         x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_first")
-        out = _normalize(x.to(out_ptr.dtype.element_ty).to(STATS_DTYPE), row_max, row_sum, IS_LOG)
-        tl.store(out_ptrs + cols * out_col_stride, out.to(out_ptr.dtype.element_ty), mask=mask)
+        out = _normalize(x.to(DTYPE).to(STATS_DTYPE), row_max, row_sum, DTYPE, IS_LOG)
+        tl.store(out_ptrs + cols * out_col_stride, out.to(DTYPE), mask=mask)
 
 
 # --- backward kernels -------------------------------------------------------------------------------------------------
@@ -344,21 +426,32 @@ def _softmax_strided_bwd_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    N_BLOCKS: tl.constexpr,  # of columns
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
 ):
     """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS, in any memory layout."""
     rows = tl.program_id(0).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
-    cols = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
-    mask = (rows < n_rows) & (cols < n_cols)
-    y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides) + cols * y_col_stride
-    dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides) + cols * dy_col_stride
-    y = tl.load(y_ptrs, mask=mask, other=0.0).to(STATS_DTYPE)
-    dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(STATS_DTYPE)
-    row_sum = tl.sum(_summand(y, dy, IS_LOG), axis=0, keep_dims=True)
-    dx = _gradient(y, dy, row_sum, IS_LOG)
-    dx_ptrs = dx_ptr + _row_offsets(rows, sizes, dx_row_strides) + cols * dx_col_stride
-    tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    lanes = tl.arange(0, BLOCK_COLS)[:, None].to(tl.int64)
+    y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides)
+    dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides)
+    ys = ()
+    dys = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_COLS + lanes
+        mask = (rows < n_rows) & (cols < n_cols)
+        ys += (tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0),)
+        dys += (tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0),)
+    sums = tl.zeros((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
+    for k in tl.static_range(N_BLOCKS):
+        sums += _summand(ys[k].to(STATS_DTYPE), dys[k].to(STATS_DTYPE), IS_LOG)
+    row_sum = tl.sum(sums, axis=0, keep_dims=True)
+    dx_ptrs = dx_ptr + _row_offsets(rows, sizes, dx_row_strides)
+    for k in tl.static_range(N_BLOCKS):
+        dx = _gradient(ys[k].to(STATS_DTYPE), dys[k].to(STATS_DTYPE), row_sum, IS_LOG)
+        cols = k * BLOCK_COLS + lanes
+        mask = (rows < n_rows) & (cols < n_cols)
+        tl.store(dx_ptrs + cols * dx_col_stride, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -475,15 +568,16 @@ def _launch_rows(
     dense_cols = n_cols == 1 or all(stride == 1 for stride in col_strides)
 
     if len(rows.sizes) > 1 or not dense_cols:
-        block_rows, block_cols, num_warps = _strided_tile(n_cols, dense_cols)
-        if n_cols > block_cols:
+        block_rows, block_cols, num_warps = _strided_tile(n_rows, n_cols, dense_cols, dtype, is_forward)
+        if n_cols > 8 * block_cols or (dense_cols and n_cols > block_cols):
             _launch_parts(inputs, out, rows, block_rows, block_cols, num_warps, meta)
             return
         kernel = _softmax_strided_fwd_kernel if is_forward else _softmax_strided_bwd_kernel
         launch(
             kernel, (cdiv(n_rows, block_rows),),
             *inputs, out, n_rows, n_cols, rows.sizes, *rows.row_strides, *col_strides,
-            INDEX_DTYPE=rows.index_dtype, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps, **meta,
+            INDEX_DTYPE=rows.index_dtype, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+            N_BLOCKS=cdiv(n_cols, block_cols), num_warps=num_warps, **meta,
         )  # fmt: skip
         return
 
@@ -504,6 +598,13 @@ def _launch_rows(
     args = (*inputs, out, n_rows, n_cols, *row_strides[:-1])
     block_cols = next_power_of_2(n_cols)
     col_bytes = len(inputs) * (8 if dtype == torch.float64 else 4)
+    if is_forward and n_cols > _ONE_BLOCK_COLS and n_cols * col_bytes <= _MAX_ROW_BYTES:
+        block_cols, num_warps, keep_exp = _block(*inputs, n_cols, dtype)
+        launch(
+            _softmax_fwd_blocks_kernel, (n_rows,), *inputs, out, n_cols, row_strides[0],
+            N_BLOCKS=cdiv(n_cols, block_cols), BLOCK_COLS=block_cols, KEEP_EXP=keep_exp, num_warps=num_warps, **meta,
+        )  # fmt: skip
+        return
     if block_cols * col_bytes <= _MAX_ROW_BYTES:
         # Short rows share a program, which keeps more loads in flight that way.
         block_rows = max(1, 1024 // block_cols)
@@ -577,15 +678,40 @@ def _num_warps(n_bytes: int) -> int:
     return next((warps for limit, warps in ((4096, 2), (16384, 4), (32768, 8)) if n_bytes <= limit), 16)
 
 
-def _strided_tile(n_cols: int, dense_cols: bool) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile, which has all columns up to 1024 of them: measured on an H200."""
-    block_cols = next_power_of_2(n_cols)
-    if block_cols > 1024:
-        # 16 neighbouring rows of a 16-bit dtype fill a sector of 32 bytes, the least that memory hands out.
-        return (2, 1024, 8) if dense_cols else (16, 128, 8)
-    # A sum over few columns wants few warps: where a warp has all of them, it needs no other.
-    n_elements, num_warps = (512, 1) if block_cols <= 32 else (4096, 4) if block_cols <= 256 else (8192, 8)
-    return n_elements // block_cols, block_cols, num_warps
+def _block(x: torch.Tensor, n_cols: int, dtype: torch.dtype) -> tuple[int, int, bool]:
+    """(columns of a block, warps, whether exponentials wait) for a row in registers: measured on an H200."""
+    if x.element_size() != 2 or n_cols % 16 != 0:
+        # Numbers that cannot be loaded 16 bytes at a time take a register each, so they are spread over more threads.
+        return (1024, 4 if n_cols <= 4096 else 8, True) if n_cols <= 16384 else (2048, 16, True)
+    if n_cols <= 8192:
+        return 1024, 2 if n_cols <= 4096 else 4, n_cols <= 4096
+    return (2048, 8, n_cols <= 16384) if n_cols <= 20480 else (2048, 16, True)
+
+
+def _strided_tile(
+    n_rows: int, n_cols: int, dense_cols: bool, dtype: torch.dtype, is_forward: bool
+) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile. Eight of them hold a row, or one if columns are dense; longer ones have parts.
+
+    Measured on an H200.
+    """
+    if dense_cols:
+        block_cols = min(next_power_of_2(n_cols), _ONE_BLOCK_COLS)
+        # A sum over few columns wants few warps: where a warp has all of them, it needs no other.
+        n_elements, num_warps = (512, 1) if block_cols <= 32 else (4096, 4) if block_cols <= 256 else (8192, 8)
+        return (2, block_cols, 8) if n_cols > block_cols else (n_elements // block_cols, block_cols, num_warps)
+    # A thread has eight numbers of a tile. The more neighbouring rows in it, the longer the piece of memory that is read
+    # at once; the fewer, the more columns fit into registers.
+    tiles = {16: (128, 1), 32: (64, 1), 64: (64, 2), 128: (64, 4), 256: (32, 4), 512: (32, 8), 1024: (16, 8)}
+    if is_forward and dtype != torch.float64:
+        tiles[2048] = (16, 16)
+    tiles[8192] = (64, 4)
+    block_rows, num_warps = next((tile for limit, tile in tiles.items() if n_cols <= limit), (64, 8))
+    if dtype == torch.float64:
+        block_rows //= 2
+    if n_rows <= 8:
+        block_rows = min(block_rows, 8)
+    return block_rows, 256 * num_warps // block_rows, num_warps
 
 
 def _empty_output(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
@@ -724,8 +850,8 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
 
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
-        in torch. Up to 32768 columns (16384 for float64) a row stays in registers and is read once, longer ones twice,
-        the second time from the L2 cache while it fits there. On Hopper a longer 16-bit or float32 row is read once,
+        in torch. Up to 32768 columns (16384 for float64) a row is read once and stays on the chip; longer ones are read
+        twice, the second time from the L2 cache while it fits there. On Hopper a longer 16-bit or float32 row is read once,
         too, if x is 16-byte aligned and so is the distance from a row's end to the next row: up to 88 KiB of it lie on
         one multiprocessor, more of it (up to 24 MiB on an H200) in parts on several, which exchange their maxima and
         sums, provided that all rows together have at least 4 MiB. Elsewhere a few rows of 128 KiB or more are cut into

@@ -34,9 +34,10 @@ def _widen(x, DTYPE: gl.constexpr):
 @gluon.jit
 def _update(x, m, s):
     """Fold a piece of the row into each thread's running maximum m and its sum s of exp(x - m)."""
+    LOG2_E: gl.constexpr = 1.4426950408889634
     new = gl.maximum(m, gl.max(gl.max(x, 2), 0))
-    e = gl.exp(x - new[None, :, None])
-    return new, s * gl.exp(m - new) + gl.sum(gl.sum(e, 2), 0)
+    e = gl.exp2((x - new[None, :, None]) * LOG2_E)
+    return new, s * gl.exp2((m - new) * LOG2_E) + gl.sum(gl.sum(e, 2), 0)
 
 
 @gluon.jit
@@ -76,12 +77,13 @@ def _store(ptrs, out, vectors, numbers, begin, end, VECTOR: gl.constexpr, ALIGNE
 
 
 @gluon.jit
-def _place(row, row_vectors, rest, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
-    """The vector in which a row begins, and where in it; all vectors count from the tensor's start."""
+def _place(row, row_stride, LINE: gl.constexpr, ALIGNED: gl.constexpr):
+    """Where the cache line starts in which a row begins, counted from the tensor's start, and where in it that is."""
+    start = row * row_stride
     if ALIGNED:
-        return row * row_vectors, 0
+        return start // LINE * LINE, 0
     else:
-        return row * row_vectors + row * rest // VECTOR, (row * rest % VECTOR).to(gl.int32)
+        return start // LINE * LINE, (start % LINE).to(gl.int32)
 
 
 @gluon.jit
@@ -91,23 +93,22 @@ def _join(maxima, sums, parts, n_parts):
     return row_max, gl.sum(gl.where(parts < n_parts, sums * gl.exp(maxima - row_max), 0.0), 0)
 
 
-@gluon.jit(do_not_specialize=["n_rows", "n_parts", "rest"])
+@gluon.jit(do_not_specialize=["n_rows", "n_parts"])
 def _softmax_resident_fwd_kernel(
     x_ptr,  # (n_rows, n_cols), 16-byte aligned
     out_ptr,  # (n_rows, n_cols), contiguous
     mail_ptr,  # (n_rows, n_parts), or None for whole rows
     n_rows,
     n_parts,
-    part_vectors,  # in a part of a row; the last part may have fewer
-    n_vectors,  # n_cols in units of VECTOR, which tells the compiler that aligned rows are
-    x_row_vectors,  # x_row_stride likewise
-    rest,  # what both leave over
+    part_lines,  # cache lines in a part of a row; the last part may have fewer
+    n_cols,
+    x_row_stride,
     VECTOR: gl.constexpr,  # numbers in 16 bytes
     CHUNK_STEPS: gl.constexpr,  # vectors per thread in a chunk
     N_CHUNKS: gl.constexpr,  # chunks of a part
     N_FULL: gl.constexpr,  # of these, those that every part fills
     MAX_PARTS: gl.constexpr,
-    ALIGNED: gl.constexpr,  # rest is 0: no vector belongs to two rows
+    ALIGNED: gl.constexpr,  # no cache line belongs to two rows
     IS_LOG: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -124,6 +125,7 @@ def _softmax_resident_fwd_kernel(
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     CHUNK_VECTORS: gl.constexpr = CHUNK_STEPS * THREADS
     CHUNK: gl.constexpr = CHUNK_VECTORS * VECTOR
+    LINE: gl.constexpr = 8 * VECTOR
     OUT: gl.constexpr = out_ptr.dtype.element_ty
     ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [N_CHUNKS, CHUNK_STEPS, THREADS, VECTOR], SHARED)
     threads = gl.arange(0, THREADS, BY_THREAD)[None, :, None]
@@ -133,16 +135,16 @@ def _softmax_resident_fwd_kernel(
 
     part = gl.program_id(0) % n_parts
     row = (gl.program_id(0) // n_parts).to(gl.int64)
-    first = part * part_vectors * VECTOR
-    n_cols = gl.minimum(n_vectors * VECTOR + rest - first, part_vectors * VECTOR)
-    # From the vector in which a part begins, its numbers are those from `begin` to `end`.
-    x_vector, begin = _place(row, x_row_vectors, rest, VECTOR, ALIGNED)
-    x_row_ptr = x_ptr + x_vector * VECTOR + first
+    first = part * part_lines * LINE
+    part_cols = gl.minimum(n_cols - first, part_lines * LINE)
+    # From the cache line in which a part begins, its numbers are those from `begin` to `end`.
+    x_line, begin = _place(row, x_row_stride, LINE, ALIGNED)
+    x_row_ptr = x_ptr + x_line + first
     for c in gl.static_range(N_CHUNKS):
-        n_left = gl.cdiv(begin + n_cols, VECTOR) - c * CHUNK_VECTORS
+        n_left = gl.cdiv(begin + part_cols, VECTOR) - c * CHUNK_VECTORS
         _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
     while row < n_rows:
-        end = begin + n_cols
+        end = begin + part_cols
         # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
         m = gl.full([THREADS], -3.4028234663852886e38, gl.float32, BY_THREAD)
         s = gl.zeros([THREADS], gl.float32, BY_THREAD)
@@ -163,10 +165,10 @@ def _softmax_resident_fwd_kernel(
 
         next_row = row + gl.num_programs(0) // n_parts
         # After the last row the copies bring it again, and nobody reads them.
-        next_vector, next_begin = _place(gl.minimum(next_row, n_rows - 1), x_row_vectors, rest, VECTOR, ALIGNED)
-        next_row_ptr = x_ptr + next_vector * VECTOR + first
-        out_vector, _ = _place(row, n_vectors, rest, VECTOR, ALIGNED)
-        out_row_ptr = out_ptr + out_vector * VECTOR + first
+        next_line, next_begin = _place(gl.minimum(next_row, n_rows - 1), x_row_stride, LINE, ALIGNED)
+        next_row_ptr = x_ptr + next_line + first
+        # Rows of x and of the output lie alike in their vectors, if not in their cache lines.
+        out_row_ptr = out_ptr + (row * n_cols - begin) // VECTOR * VECTOR + first
         for c in gl.static_range(N_CHUNKS):
             start = c * CHUNK_VECTORS
             out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
@@ -174,7 +176,7 @@ def _softmax_resident_fwd_kernel(
                 _store(out_row_ptr + c * CHUNK + cols, out, start + vectors, numbers, begin, end, VECTOR, ALIGNED)
             else:
                 gl.store(out_row_ptr + c * CHUNK + cols, out)
-            n_left = gl.cdiv(next_begin + n_cols, VECTOR) - start
+            n_left = gl.cdiv(next_begin + part_cols, VECTOR) - start
             _copy_chunk(ring.index(c), next_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
         row, x_row_ptr, begin = next_row, next_row_ptr, next_begin
     async_copy.wait_group(0)
@@ -186,8 +188,8 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
     Where a row of x begins between two multiples of 16 bytes, there the row of the output must begin as well.
     """
     row_bytes = n_cols * x.element_size()
-    # Below, tl's kernel keeps the row in registers, which has room for a 32-bit number and not only for half of one.
-    at_least = {2: 16 * 1024, 4: 128 * 1024}.get(x.element_size())
+    # Below, tl's kernel keeps the row in registers. Where it cannot load 16 bytes at a time, it is slower than this one.
+    at_least = {2: 40 * 1024 if n_cols % 16 == 0 else 8 * 1024, 4: 128 * 1024}.get(x.element_size())
     if at_least is None or not at_least < row_bytes < 2**31:
         return 0
     if (row_stride - n_cols) * x.element_size() % 16 != 0 or x.data_ptr() % 16 != 0:
@@ -204,16 +206,15 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
 def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, is_log: bool) -> None:
     """Write the softmax of the first `n_rows`, which are supported, or its logarithm, to out."""
     vector = 16 // x.element_size()
-    n_vectors, rest = divmod(n_cols, vector)
     row_bytes = n_cols * x.element_size()
     in_parts = row_bytes > _MAX_ROW_BYTES
     n_parts = cdiv(row_bytes, _MAX_PART_BYTES) if in_parts else 1
-    # Parts begin at multiples of 256 bytes from the row's begin. A last vector that is not whole counts, too.
-    part_vectors = cdiv(cdiv(n_cols, vector), 16 * n_parts) * 16
-    n_parts = cdiv(n_cols, part_vectors * vector)
-    last_bytes = row_bytes - (n_parts - 1) * part_vectors * 16
-    # Rows that begin between two vectors may reach into one more.
-    part_bytes = (part_vectors * 16 if in_parts else row_bytes) + (0 if rest == 0 else 16 - x.element_size())
+    part_lines = cdiv(row_bytes, 128 * n_parts)
+    n_parts = cdiv(row_bytes, part_lines * 128)
+    last_bytes = row_bytes - (n_parts - 1) * part_lines * 128
+    aligned = row_bytes % 128 == 0 and row_stride * x.element_size() % 128 == 0
+    # Rows that begin within a cache line may reach into one more.
+    part_bytes = (part_lines * 128 if in_parts else row_bytes) + (0 if aligned else 128 - x.element_size())
     num_warps = 4 if part_bytes <= 40 * 1024 else 8
     chunk_bytes = num_warps * 32 * 16 * _STEPS
     n_chunks = cdiv(part_bytes, chunk_bytes)
@@ -222,8 +223,8 @@ def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_st
         _softmax_resident_fwd_kernel,
         (min(n_rows, programs // n_parts) * n_parts,),
         x, out, mailboxes(n_rows, n_parts, x.device) if in_parts else None,
-        n_rows, n_parts, part_vectors, n_vectors, row_stride // vector, rest,
+        n_rows, n_parts, part_lines, n_cols, row_stride,
         VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=min(n_chunks, last_bytes // chunk_bytes),
-        MAX_PARTS=next_power_of_2(n_parts), ALIGNED=rest == 0, IS_LOG=is_log, num_warps=num_warps,
+        MAX_PARTS=next_power_of_2(n_parts), ALIGNED=aligned, IS_LOG=is_log, num_warps=num_warps,
         **(at_a_time(_MAX_PROGRAMS, num_warps) if in_parts else {}),
     )  # fmt: skip
