@@ -126,17 +126,18 @@ def test_dropout_uses_64_bits_of_the_seed(seed, device):
 
 
 @pytest.mark.parametrize("block_size", [8, 64, 512, 2048])
-@pytest.mark.parametrize("kernel", ["flat", "strided"])
+@pytest.mark.parametrize("kernel", ["flat", "strided", "strided groups"])
 def test_dropout_mask_does_not_depend_on_the_block_size(kernel, block_size, device):
-    n = 300
+    n, group = 304, 8 if kernel == "strided groups" else 1
     x, out = torch.randn(n, device=device), torch.empty(n, device=device)
     seed = torch.tensor(11, device=device)
     grid = (triton.cdiv(n, block_size),)
     if kernel == "flat":
         launch(_dropout_kernel, grid, x, out, n, 0, seed, 2**31, 2.0, BLOCK_SIZE=block_size)
     else:
-        args = x, out, n, 0, seed, (n,), (1,), (1,), 2**31, 2.0
-        launch(_dropout_strided_kernel, grid, *args, INDEX_DTYPE=tl.int32, BLOCK_SIZE=block_size)
+        args = x, out, n // group, 0, seed, (n // group,), *[(group,)] * 2, (1,), 1, 1, 2**31, 2.0
+        meta = {"INDEX_DTYPE": tl.int32, "GROUP": group, "ALIGNED": True, "BLOCK_SIZE": block_size}
+        launch(_dropout_strided_kernel, grid, *args, **meta)
     assert torch.equal(out, tg.dropout(x, 0.5, seed=11))
 
 
@@ -151,7 +152,8 @@ def _draw_kernel(
     """The only program: the draws of BLOCK_SIZE elements, both ways."""
     lanes = tl.arange(0, BLOCK_SIZE)
     seed, start = tl.load(seed_ptr), tl.load(start_ptr)
-    tl.store(block_ptr + lanes, _draw_block(seed, start, BLOCK_SIZE).to(tl.int64))
+    counters = start // 8 + tl.arange(0, BLOCK_SIZE // 8)
+    tl.store(block_ptr + lanes, _draw_block(seed, counters).to(tl.int64))
     tl.store(each_ptr + lanes, _draw_each(seed, start + lanes).to(tl.int64))
 
 
@@ -177,6 +179,12 @@ def strided_inputs(device, dtype=torch.float32):
         "transposed": r(13, 9).t(),
         "permuted": r(3, 4, 5, 6).permute(2, 0, 3, 1),
         "5-d": r(2, 3, 2, 3, 5).transpose(1, 4),
+        "transposed groups": r(16, 9).t(),
+        "permuted groups": r(3, 16, 5, 24).permute(2, 0, 3, 1),
+        "every second column of groups": r(11, 48)[:, ::2],
+        "columns cut to groups": r(9, 64)[:, 8:32],
+        "columns cut between groups": r(9, 64)[:, 3:27],
+        "expanded groups": r(7, 1).expand(7, 24),
         "every second column": r(11, 26)[:, ::2],
         "a slice with an offset": r(130)[3:],
         "rows and columns cut": r(9, 17)[1:-1, 2:-3],

@@ -17,16 +17,15 @@ _BLOCK_SIZE = 1024
 
 
 @triton.jit
-def _draw_block(seed, block_start, BLOCK_SIZE: tl.constexpr):
-    """32 random bits for each of BLOCK_SIZE elements from block_start on; both are multiples of 8.
+def _draw_block(seed, counters):
+    """32 random bits for each of the elements 8 * c to 8 * c + 7, for all counters c, one after another.
 
-    Elements 8 * c to 8 * c + 7 share the four words of Philox counter c, whatever the block size: the first two take
-    word 0, the second of them with its halves swapped, the next two word 1, and so on.
+    The eight share the four words of Philox counter c: the first two take word 0, the second of them with its halves
+    swapped, the next two word 1, and so on.
     """
-    counters = block_start // 8 + tl.arange(0, BLOCK_SIZE // 8)
     a, b, c, d = tl.randint4x(seed, counters)
     words = tl.join(tl.join(a, c), tl.join(b, d)).to(tl.uint32, bitcast=True)  # (..., 2, 2): in order a, b, c, d
-    return tl.reshape(tl.join(words, _swap_halves(words)), (BLOCK_SIZE,))
+    return tl.reshape(tl.join(words, _swap_halves(words)), (8 * counters.shape[0],))
 
 
 @triton.jit
@@ -50,13 +49,20 @@ def _dropout_kernel(
     block_start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
     offsets = block_start + tl.arange(0, BLOCK_SIZE)
     mask = offsets < n_elements
-    x = tl.load(x_ptr + offsets, mask=mask).to(COMPUTE_DTYPE)
+    # A full block does without the mask. That of an odd n_elements would have the compiler load number by number.
+    is_full = block_start + BLOCK_SIZE <= n_elements
+    x = tl.load(x_ptr + offsets) if is_full else tl.load(x_ptr + offsets, mask=mask)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-    keep = _draw_block(seed, block_start, BLOCK_SIZE) >= threshold
+    # Eight elements share a counter.
+    counters = block_start // 8 + tl.arange(0, BLOCK_SIZE // 8)
+    keep = _draw_block(seed, counters) >= threshold
     # A select, not a product with 0: a dropped infinity or NaN becomes 0 as well.
-    out = tl.where(keep, x * tl.full((), scale, COMPUTE_DTYPE), 0.0)
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+    out = tl.where(keep, x.to(COMPUTE_DTYPE) * tl.full((), scale, COMPUTE_DTYPE), 0.0).to(out_ptr.dtype.element_ty)
+    if is_full:
+        tl.store(out_ptr + offsets, out)
+    else:
+        tl.store(out_ptr + offsets, out, mask=mask)
 
 
 @triton.jit
@@ -70,38 +76,53 @@ def _draw_each(seed, indices):
 
 @triton.jit(do_not_specialize=["seed"])
 def _dropout_strided_kernel(
-    x_ptr,  # any strides over `shape`
-    out_ptr,  # (n_elements,): dense
-    n_elements,
+    x_ptr,  # any strides over the groups and their members
+    out_ptr,  # any strides over the groups and their members
+    n_groups,
     seed: tl.int64,
     seed_ptr,  # one int64 that takes the place of seed, or None
-    shape,  # sizes of the dimensions in the order of out's memory, innermost first
+    shape,  # of the groups, in the order of out's memory, innermost first
     x_strides,
-    index_strides,  # of the row-major index that names an element's draw
+    out_strides,
+    group_strides,  # of the groups' numbers: group i has the elements GROUP * i to GROUP * (i + 1) in row-major order
+    x_step,  # from one member of a group to the next
+    out_step,
     threshold: tl.uint32,  # p * 2**32
     scale: tl.float64,  # 1 / (1 - p)
     INDEX_DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,  # 8, which share a counter, or 1
+    ALIGNED: tl.constexpr,  # x_strides and out_strides are multiples of GROUP
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE of out's memory: dropout for any strides of x."""
+    """Program i owns so many groups that they have BLOCK_SIZE elements: dropout for any strides."""
     COMPUTE_DTYPE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    mask = offsets < n_elements
-    x_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
-    indices = tl.zeros((BLOCK_SIZE,), tl.int64)
+    BLOCK_GROUPS: tl.constexpr = BLOCK_SIZE // GROUP
+    groups = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    mask = (groups < n_groups)[None, :]
+    x_offsets = tl.zeros((BLOCK_GROUPS,), tl.int64)
+    out_offsets = tl.zeros((BLOCK_GROUPS,), tl.int64)
+    numbers = tl.zeros((BLOCK_GROUPS,), tl.int64)
     # Division is the costly part, and several times cheaper in 32 bits where they suffice.
-    rest = offsets.to(INDEX_DTYPE)
+    rest = groups.to(INDEX_DTYPE)
     for d in tl.static_range(len(shape)):
         coordinate = (rest % shape[d]).to(tl.int64)
         rest = rest // shape[d]
         x_offsets += coordinate * x_strides[d]
-        indices += coordinate * index_strides[d]
-    x = tl.load(x_ptr + x_offsets, mask=mask).to(COMPUTE_DTYPE)
+        out_offsets += coordinate * out_strides[d]
+        numbers += coordinate * group_strides[d]
+    if ALIGNED:
+        x_offsets = tl.multiple_of(x_offsets, GROUP)
+        out_offsets = tl.multiple_of(out_offsets, GROUP)
+    members = tl.arange(0, GROUP)[:, None].to(tl.int64)
+    x = tl.load(x_ptr + x_offsets[None, :] + members * x_step, mask=mask).to(COMPUTE_DTYPE)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-    keep = _draw_each(seed, indices) >= threshold
-    out = tl.where(keep, x * tl.full((), scale, COMPUTE_DTYPE), 0.0)
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if GROUP == 8:
+        draws = tl.trans(tl.reshape(_draw_block(seed, numbers), (BLOCK_GROUPS, 8)))
+    else:
+        draws = _draw_each(seed, numbers)[None, :]
+    out = tl.where(draws >= threshold, x * tl.full((), scale, COMPUTE_DTYPE), 0.0)
+    tl.store(out_ptr + out_offsets[None, :] + members * out_step, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _empty_output(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: float) -> torch.Tensor:
@@ -128,16 +149,21 @@ def _dropout(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: fl
             BLOCK_SIZE=_BLOCK_SIZE, num_warps=num_warps,
         )  # fmt: skip
         return out
+    # Groups of eight elements share their random numbers; they lie along the last dimension, if it has whole ones.
+    group = 8 if x.ndim and x.shape[-1] % 8 == 0 else 1
+    xs, outs = (t.unflatten(-1, (-1, group))[..., 0] if group > 1 else t for t in (x, out))
+    row_major = torch.empty(xs.shape, device="meta")
     # Programs walk out's memory, so that neighbouring lanes touch neighbouring addresses.
-    order = sorted(range(out.ndim), key=out.stride, reverse=True)
-    row_major = torch.empty(x.shape, device="meta")
-    shape, (x_strides, index_strides) = collapse(
-        out.permute(order).shape, x.permute(order).stride(), row_major.permute(order).stride()
+    order = sorted(range(outs.ndim), key=outs.stride, reverse=True)
+    shape, strides = collapse(
+        outs.permute(order).shape, *(t.permute(order).stride() for t in (xs, outs, row_major))
     )
     launch(
-        _dropout_strided_kernel, grid,
-        x, out, n_elements, seed, seed_tensor, shape, x_strides, index_strides, threshold, scale,
-        INDEX_DTYPE=index_dtype(n_elements), BLOCK_SIZE=_BLOCK_SIZE,
+        _dropout_strided_kernel, (cdiv(n_elements, _BLOCK_SIZE),),
+        x, out, n_elements // group, seed, seed_tensor, shape, *strides,
+        x.stride(-1) if x.ndim else 1, out.stride(-1) if x.ndim else 1, threshold, scale,
+        INDEX_DTYPE=index_dtype(n_elements), GROUP=group,
+        ALIGNED=all(stride % group == 0 for stride in (*strides[0], *strides[1])), BLOCK_SIZE=_BLOCK_SIZE,
     )  # fmt: skip
     return out
 
