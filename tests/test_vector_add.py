@@ -1,3 +1,4 @@
+import importlib
 import itertools
 import math
 
@@ -47,6 +48,25 @@ def assert_matches_torch(x, y, **alpha):
 def test_add_matches_torch_at_any_length(n):
     assert_matches_torch(random(n, torch.float32), random(n, torch.float32))
     assert_matches_torch(random(n, torch.float32), random(n, torch.float32), alpha=0.7)
+
+
+@pytest.mark.parametrize("n", [16, 31, 1009, 2064])
+def test_add_of_many_elements_has_a_launch_for_the_last_ones(n, monkeypatch):
+    module = importlib.import_module("triton_gallery.vector_add")
+    lengths = []
+
+    def recording_launch(kernel, grid, *args, **meta):
+        lengths.append(args[3])
+        launch(kernel, grid, *args, **meta)
+
+    monkeypatch.setattr(module, "launch", recording_launch)
+    monkeypatch.setattr(module, "_MIN_SPLIT", 16)
+    memory = random(2 * n, torch.float16)
+    assert_matches_torch(memory[:n], memory[n:])
+    assert lengths == [n - n % 16, n % 16][: 1 + (n % 16 != 0)]
+    if n == 1009:
+        x = memory[:n].reshape(1, 1, n).permute(2, 0, 1)  # dense, if not contiguous
+        assert_matches_torch(x, x.clone())
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 128, 1024])

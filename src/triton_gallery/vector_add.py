@@ -13,6 +13,8 @@ from ._replay import replayed
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _BLOCK_SIZE = 1024
+# From so many elements on, the last ones beyond a multiple of 16 have a launch of their own.
+_MIN_SPLIT = 2**20
 
 
 @triton.jit
@@ -95,11 +97,16 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     n_elements = out.numel()
     if n_elements == 0:
         return out
-    grid = (cdiv(n_elements, _BLOCK_SIZE),)
     flat = x.stride() == y.stride() == out.stride() and x.shape == y.shape
     if flat and alpha == 1 and x.dtype == y.dtype and x.dtype != torch.bool:
         # Same dense layout: the order of the elements does not matter, so memory is walked from end to end.
-        launch(_add_kernel, grid, x, y, out, n_elements, BLOCK_SIZE=_BLOCK_SIZE)
+        # A mask that may cut through 16 bytes would have the compiler load number by number, everywhere.
+        n_last = n_elements % 16 if n_elements >= _MIN_SPLIT else 0
+        n_first = n_elements - n_last
+        launch(_add_kernel, (cdiv(n_first, _BLOCK_SIZE),), x, y, out, n_first, BLOCK_SIZE=_BLOCK_SIZE)
+        if n_last:
+            lasts = (t.as_strided((n_last,), (1,), t.storage_offset() + n_first) for t in (x, y, out))
+            launch(_add_kernel, (1,), *lasts, n_last, BLOCK_SIZE=_BLOCK_SIZE)
         return out
     # Programs walk out's memory, so that neighbouring lanes touch neighbouring addresses.
     order = sorted(range(out.ndim), key=out.stride, reverse=True)
@@ -111,7 +118,7 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     # A one-element tensor keeps all of alpha's digits, where a kernel argument would round it to float32.
     alpha = torch.full((), alpha, dtype=torch.float64 if out.is_floating_point() else torch.int64, device=out.device)
     launch(
-        _add_strided_kernel, grid, x, y, alpha, out, n_elements, shape, x_strides, y_strides,
+        _add_strided_kernel, (cdiv(n_elements, _BLOCK_SIZE),), x, y, alpha, out, n_elements, shape, x_strides, y_strides,
         COMPUTE_DTYPE=_compute_dtype(out.dtype), INDEX_DTYPE=index_dtype(n_elements), BLOCK_SIZE=_BLOCK_SIZE,
     )  # fmt: skip
     return out
