@@ -31,9 +31,12 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "_fwd_block", lambda *_: (16, 4))
     monkeypatch.setattr(module, "_BWD_TILE", 32)
     in_blocks = module._bwd_in_blocks
-    monkeypatch.setattr(
-        module, "_bwd_in_blocks", lambda dy, x, n_cols: (16, 4, 2) if in_blocks(dy, x, 4096) and n_cols < 128 else None
-    )
+
+    def in_small_blocks(dy, x, n_cols):
+        blocks = in_blocks(dy, x, 4096 + n_cols % 8)
+        return (16, blocks[1], 4, 2) if blocks and n_cols < 128 else None
+
+    monkeypatch.setattr(module, "_bwd_in_blocks", in_small_blocks)
     monkeypatch.setattr(module, "_DWDB_COLS", 4)
 
 
