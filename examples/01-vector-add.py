@@ -257,8 +257,9 @@ except ValueError as error:
 # `measure` lets the GPU itself take the time between the start and the end of each of many calls, and gives the median
 # with the spread. While the GPU empties its cache for the next call, the host, the CPU that launches, gets ahead, and
 # its own time does not count. `Benchmark` declares the chart: a point for each of `x_vals`, and a curve for each
-# *provider*, that is whose addition it is. `limit="copy"` measures a copy beside them, which stands below the table.
-# Our share of it goes from next to nothing to a little more than all of it; the section *What we saw* says why.
+# *provider*, that is whose addition it is. `limit="copy"` measures copies beside them: a large one, the dashed line,
+# and at each point one of just as many bytes, the dotted line. Our share of the first goes from next to nothing to a
+# little more than all of it; the section *What we saw* says why.
 
 
 @tg.benchmark.perf_report(

@@ -69,6 +69,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(benchmark, "environment", lambda: benchmark.Environment(found, python="3.12"))
     monkeypatch.setattr(benchmark, "measure", lambda fn: fn())
     monkeypatch.setattr(benchmark, "limit", lambda kind: {"name": kind, "value": 4228.0})
+    monkeypatch.setattr(benchmark, "_copy", lambda n_bytes: lambda: (n_bytes * 1e-6 / 4000, 1e-3, 1e3))
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     return found
 
@@ -120,7 +121,33 @@ def test_run_writes_a_record_that_loads_again(fake_gpu, tmp_path, monkeypatch):
     assert loaded.record["inputs"] == "bench_softmax(N=x, M=8), torch.manual_seed(0), 1 round(s)"
     assert loaded.record["command"] == "make record"
     text = (tmp_path / "nvidia-h200" / "softmax-fp16.json").read_text(encoding="utf-8")
-    assert sum('"median"' in line for line in text.splitlines()) == len(report.record["rows"]) == 4
+    assert sum('"median"' in line for line in text.splitlines()) == len(report.record["rows"]) == 6
+
+
+def test_a_copy_of_as_many_bytes_stands_beside_the_peers_and_is_none(fake_gpu):
+    import matplotlib.pyplot as plt
+
+    report = benchmark.perf_report(make_benchmark(), title="Softmax", limit="copy")(bench_softmax).run()
+    assert report.providers == ["triton_gallery", "torch", _report.COPY]
+    assert report.series(_report.COPY) == {256: 4000.0, 1024: 4000.0}
+    assert report.series("peers") == report.series("torch") == {256: 1024.0, 1024: 4096.0}
+    assert report.quote("triton_gallery", _report.COPY, "256") == "51 %"
+    assert "triton_gallery / copy of as many bytes: 51 % to 205 %, median 128 %\n" in report.summary()
+    table = report._repr_html_()
+    assert "<strong>2,048</strong>" in table and "<strong>4,000" not in table
+    plt.close("all")
+    report.plot()
+    assert [line.get_linestyle() for line in plt.gca().get_lines()] == ["-", "-", ":", "--"]
+    plt.close("all")
+
+
+def test_a_copy_that_has_no_room_is_left_out(fake_gpu, monkeypatch):
+    def refuse(n_bytes):
+        raise torch.OutOfMemoryError("CUDA is full")
+
+    monkeypatch.setattr(benchmark, "_copy", refuse)
+    report = benchmark.perf_report(make_benchmark(), title="Softmax", limit="copy")(bench_softmax).run()
+    assert "left out: copy of as many bytes at 256, 1024 (OutOfMemoryError: CUDA is full)" in report.summary()
 
 
 def test_run_writes_nothing_unless_asked_and_needs_no_commit_then(fake_gpu, records):

@@ -89,6 +89,8 @@ class MeasuredTable(SphinxDirective):
 
 
 def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:
+    from triton_gallery._report import COPY
+
     r, ours = found.record, found.series("triton_gallery")
     place = f"{int(x):,}" if x.isdigit() else x
     cells = [f":ref:`{r['title']} <{target}>`, {r['x']} {place}", *[""] * 5]
@@ -103,14 +105,14 @@ def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:
             cells[3], median, lowest = (found.quote("triton_gallery", "peers", at) for at in (x, "median", "worst"))
             cells[4] = f"{median}, {lowest}"
         if r["limit"]:
-            cells[5] = found.quote("triton_gallery", "limit", x)
+            cells[5] = found.quote("triton_gallery", COPY if COPY in found.providers else "limit", x)
     return tuple(cells), r["gpu"], found.provenance()
 
 
 def _best_peer(found, x: str) -> str:
-    from triton_gallery._report import is_ours
+    from triton_gallery._report import is_peer
 
-    peers = [row for row in found.record["rows"] if str(row["x"]) == x and not is_ours(row["provider"])]
+    peers = [row for row in found.record["rows"] if str(row["x"]) == x and is_peer(row["provider"])]
     return max(peers, key=lambda row: row["median"])["provider"]
 
 

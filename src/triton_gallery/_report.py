@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 OURS = "triton_gallery"
+COPY = "copy of as many bytes"
 FIGURES = ("median", "p20", "p80")
 PROVENANCE = ("gpu", "driver", "cuda", "torch", "triton", "package", "commit", "date", "command", "inputs", "text")
 TEXT = ("kernels", "launch", "benchmark")
@@ -31,6 +32,11 @@ _PEER_STYLES = [
 def is_ours(provider: str) -> bool:
     """Whether a provider is this package's: "triton_gallery", or a variant whose name begins so."""
     return provider.startswith(OURS)
+
+
+def is_peer(provider: str) -> bool:
+    """Whether a provider does the same work and is not this package's. A copy is no peer: it is what memory allows."""
+    return not is_ours(provider) and provider != COPY
 
 
 def is_study(benchmark: str) -> bool:
@@ -125,7 +131,7 @@ class Report:
             raise ValueError(f"{self.record['benchmark']}: series must be one of {', '.join(known)}, got {name!r}")
         best = {}
         for row in self.record["rows"]:
-            if row["provider"] == name or (name == "peers" and not is_ours(row["provider"])):
+            if row["provider"] == name or (name == "peers" and is_peer(row["provider"])):
                 best[row["x"]] = max(best.get(row["x"], 0), row["median"])
         return dict.fromkeys(best, math.nan) if self.outdated else best
 
@@ -144,7 +150,7 @@ class Report:
         value = over[at](values.values()) if at in over else values[at]
         if base is None:
             return f"{_number(value)} {self.record['unit']}"
-        return _percent(value) if base == "limit" else _times(value)
+        return _percent(value) if base in ("limit", COPY) else _times(value)
 
     def provenance(self) -> str:
         """One line: where, when and with what this was measured."""
@@ -165,7 +171,9 @@ class Report:
         ours = self.series(first)
         for peer in others:
             ratios = {x: ours[x] / value for x, value in self.series(peer).items() if x in ours}
-            if ratios:
+            if peer == COPY and ratios:
+                lines.append(f"{first} / {peer}: {_range(ratios.values(), _percent)}")
+            elif ratios:
                 # To the two digits shown: half a percent is within the spread of the timings.
                 slower = ", ".join(str(x) for x, ratio in ratios.items() if round(ratio, 2) < 1)
                 where = f"slower at {r['x']} {slower}" if slower else "slower nowhere"
@@ -232,7 +240,11 @@ class Report:
         place = {x: x if is_scale else i for i, x in enumerate(xs)}
         peers = iter(_PEER_STYLES)
         for name in self.providers:
-            style = _OUR_STYLE if name == OURS else next(peers, {"color": "#777777", "marker": "."})
+            if name == COPY:
+                style = {"color": "#333333", "linestyle": ":", "linewidth": 1.5, "marker": "" if is_scale else "_"}
+            else:
+                style = _OUR_STYLE if name == OURS else next(peers, {"color": "#777777", "marker": "."})
+                style = {"linestyle": "-" if is_scale else "", **style}
             rows = [row for row in r["rows"] if row["provider"] == name]
             at = [place[row["x"]] for row in rows]
             median, low, high = ([row[key] for row in rows] for key in FIGURES)
@@ -240,7 +252,7 @@ class Report:
                 ax.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
             else:
                 ax.vlines(at, low, high, color=style["color"])
-            ax.plot(at, median, label=name, linestyle="-" if is_scale else "", **style)
+            ax.plot(at, median, label=name, **style)
         if r["limit"]:
             ax.axhline(r["limit"]["value"], color="#333333", linestyle="--", linewidth=1.2, label=self._limit()[0])
         if r.get("x_log"):
@@ -268,8 +280,11 @@ class Report:
         columns = {name: self.series(name) for name in self.providers}
         body = ""
         for x in self.xs:
-            best = max(column[x] for column in columns.values() if x in column)
-            cells = "".join(f"<td>{_cell(column.get(x), best)}</td>" for column in columns.values())
+            best = max(column[x] for name, column in columns.items() if x in column and name != COPY)
+            cells = "".join(
+                f"<td>{_cell(column.get(x), math.inf if name == COPY else best)}</td>"
+                for name, column in columns.items()
+            )
             body += f'<tr><th scope="row">{e(f"{x:,}" if isinstance(x, int) else str(x))}</th>{cells}</tr>\n'
         head = "".join(f'<th scope="col">{e(name)}</th>' for name in (r["x"], *columns))
         notes = [*self._limit(), *self._left_out(), self.provenance(), *self.status()]

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import triton
 
-from ._report import FIGURES, OURS, PROVENANCE, Report, is_ours, is_study, plot_roofline, slug, validate
+from ._report import COPY, FIGURES, OURS, PROVENANCE, Report, is_ours, is_study, plot_roofline, slug, validate
 from ._source import function_digest, kernel_digests
 
 # A committed record that holds each limit, for reports that were measured elsewhere
@@ -106,15 +106,29 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     return tuple(times.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist())
 
 
+class _Rate(tuple):
+    """Median, 20 % and 80 % quantile of a rate that counts `n_bytes`."""
+
+    n_bytes: float
+
+
 def gbps(n_bytes: float, times: tuple[float, float, float]) -> tuple[float, float, float]:
     """Turn bytes moved and `measure`'s times into GB/s: median, 20 % and 80 % quantile of the rate."""
     median, fast, slow = times
-    return tuple(n_bytes / ms * 1e-6 for ms in (median, slow, fast))
+    rate = _Rate(n_bytes / ms * 1e-6 for ms in (median, slow, fast))
+    rate.n_bytes = n_bytes
+    return rate
 
 
 def tflops(flops: float, times: tuple[float, float, float]) -> tuple[float, float, float]:
     """Turn arithmetic operations and `measure`'s times into TFLOP/s: median, 20 % and 80 % quantile of the rate."""
     return gbps(flops * 1e-3, times)
+
+
+def _copy(n_bytes: int) -> Callable:
+    """torch's copy of so many bytes, read and written ones together."""
+    x = torch.randint(256, (n_bytes // 2,), dtype=torch.uint8, device=_gpu("copy"))
+    return functools.partial(torch.empty_like(x).copy_, x)
 
 
 @functools.cache
@@ -130,8 +144,7 @@ def limit(kind: str) -> dict:
     """
     device, n = _gpu("limit"), 8192
     if kind == "copy":
-        x = torch.randint(256, (2**30,), dtype=torch.uint8, device=device)
-        name, work, fn = "copy by torch", 2 * x.nbytes * 1e-6, functools.partial(torch.empty_like(x).copy_, x)
+        name, work, fn = "copy by torch", 2**31 * 1e-6, _copy(2**31)
     else:
         a, b = (torch.randn(n, n, dtype=torch.float16, device=device) for _ in "ab")
         dtype = {"matmul-fp16": torch.float16, "matmul-bf16": torch.bfloat16, "matmul-fp8": _fp8_dtype()}[kind]
@@ -305,7 +318,10 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
         benchmark: one ``triton.testing.Benchmark``. Its `ylabel` is the unit, "GB/s" or "TFLOP/s"; its `line_names`
             hold "triton_gallery", unless its name begins with "guide-"; its `styles` are not used.
         title: what is measured, as a heading.
-        limit: what to measure in the same run as the hardware's limit: one of `LIMITS`, or None.
+        limit: what to measure in the same run as the hardware's limit: one of `LIMITS`, or None. "copy" also measures,
+            as one more provider, a copy of as many bytes as ours is credited with at each x: whatever its size, a
+            kernel has to start, to wait for the first bytes and to make room in the L2 cache, which takes a small
+            tensor longer than its bytes do.
         rounds: how often each point is measured, with the providers' order reversed every other time, so that a GPU
             that slows down as it warms up favours nobody. The median over the rounds counts.
 
@@ -434,7 +450,15 @@ class PerfReport:
                     points[name].append(point)
                     if point is None:
                         left_out[name] = "does not apply"
-        for name in bench.line_names:
+        names = list(bench.line_names)
+        n_bytes = next((getattr(point, "n_bytes", 0) for point in points.get(OURS, ())), 0)
+        if self.limit == "copy" and n_bytes > 0:
+            names.append(COPY)
+            try:
+                points[COPY] = [gbps(n_bytes, measure(_copy(int(n_bytes))))]
+            except RuntimeError as error:
+                left_out[COPY] = _first_line(error)
+        for name in names:
             if name in left_out:
                 record["left_out"].append({"x": x, "provider": name, "why": left_out[name]})
             else:
