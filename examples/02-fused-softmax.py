@@ -134,9 +134,10 @@ print(f"{math.log(torch.finfo(torch.float16).max):.1f} in float16")
 # The kernel that the library runs
 # --------------------------------
 #
-# This is the safe kernel, as `triton_gallery.softmax` runs it on rows that fit into registers. A program owns a *tile*:
-# one long row or several short ones.
+# This is the safe kernel, as `triton_gallery.softmax` runs it on rows of up to 1024 columns. A program owns a *tile* of
+# whole rows. (The hardware's own exponential is that of two; `_exp` tells why it matters.)
 
+# quote: triton_gallery.softmax._exp
 # quote: triton_gallery.softmax._softmax_fwd_kernel
 
 # %%
@@ -374,19 +375,53 @@ plt.show()
 # all times but one, the short moment when the threads exchange their maxima, and no number crosses the chip's border
 # more often than once in and once out.
 #
+# A row of odd length begins anywhere, and `tl` loads it number by number: 16 bytes at once have to begin at a multiple
+# of 16. This kernel reads from the start of the *cache line* in which the row begins, 128 bytes that memory and caches
+# handle as one, and leaves out what belongs to the row before. So all its copies are 16 bytes wide and none touches
+# two lines, and its stores are, but for both ends of a row.
+#
 # One program of this kernel takes rows of up to 88 KiB, so that a multiprocessor has room for two or more: while one
 # waits for its threads, another works. Longer rows are cut into parts of at most 32 KiB, six of which have room on a
 # multiprocessor, and the parts of a row work at the same time. They meet in the middle of their work, which a section
 # below is about.
 
 # %%
+# A row in blocks
+# ---------------
+#
+# The tile of the safe kernel has the next power of two of columns. A row of 5120 gets 8192 lanes. Three eighths of them
+# hold nothing, and take registers and instructions like the others. So from 1025 columns on the library cuts a row into
+# blocks, all full but the last.
+
+# quote: triton_gallery.softmax._softmax_fwd_blocks_kernel
+
+# %%
+# `tl.static_range` is a loop that the compiler writes out, and `blocks` a Python tuple that grows in it: each block is
+# a value of its own, in registers of its own. The lanes meet twice in a row, however many blocks there are, for the
+# maximum and for the sum; until then each looks at its own column of the blocks alone. What waits in between is either
+# the exponentials, a register each, or the numbers as they were loaded, half a register each in float16, which then
+# are exponentiated twice. Which is faster depends on the length, and was measured.
+
+
+def my_softmax_in_blocks(x):
+    out = torch.empty_like(x)
+    n_rows, n_cols = x.shape
+    meta = {"N_BLOCKS": triton.cdiv(n_cols, 1024), "BLOCK_COLS": 1024, "KEEP_EXP": True}
+    _softmax_fwd_blocks_kernel[(n_rows,)](x, out, n_cols, x.stride(0), **meta)
+    return out
+
+
+x = torch.randn(7, 2781, device=DEVICE) + 100
+torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
+
+# %%
 # From kernels to a function
 # --------------------------
 #
-# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, beyond that the online kernel; on
-# Hopper, instead of both, the kernel with the chunks for rows of over 16 KiB (128 KiB in float32). Other kernels serve
-# rows that are not dense in memory, as the classes of an image's pixels are not, and rows that are few and long. Both
-# have sections below.
+# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, in blocks from 1025 on; beyond that the
+# online kernel. On Hopper the kernel with the chunks takes the place of both for rows of over 40 KiB, of over 8 KiB
+# where their length is no multiple of 16, and in float32 of over 128 KiB. Other kernels serve rows that are not dense
+# in memory, as the classes of an image's pixels are not, and rows that are few and long. Both have sections below.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -472,6 +507,7 @@ report
 # - *Safe, row in registers*: two trips as well. The maximum costs a reduction in registers and not a single byte, so
 #   this curve should lie on the naive one. With 128 threads, a row of 32768 columns is 256 numbers for each of them,
 #   and a thread has 255 registers at most. The compiler spills there, and we leave longer rows out.
+# - *Safe, in blocks*: the same trips. At 5120 and 12288 columns, no powers of two, no lane is idle.
 # - *Online, two walks*: two readings and one writing, if each row has a program of its own. Then about a thousand rows
 #   are under way together. Short ones wait in the L2 cache for their second walk; long ones have left it when the walk
 #   comes back. Three trips, two thirds of the rate.
@@ -484,6 +520,7 @@ rungs = {
     "unfused": unfused_softmax,
     "naive, row in registers": naive_softmax,
     "safe, row in registers": my_softmax,
+    "safe, in blocks": my_softmax_in_blocks,
     "online, two walks": lambda x: my_online_softmax(x, n_programs=len(x)),
     "triton_gallery": lambda x: tg.softmax(x, dim=1),
 }
@@ -495,7 +532,7 @@ for rung in rungs.values():
 @tg.benchmark.perf_report(
     triton.testing.Benchmark(
         x_names=["N"],
-        x_vals=[1024, 4096, 16384, 32768, 65536, 131072],
+        x_vals=[1024, 4096, 5120, 12288, 16384, 32768, 65536, 131072],
         x_log=True,
         line_arg="provider",
         line_vals=list(rungs),
@@ -509,7 +546,7 @@ for rung in rungs.values():
     limit="copy",
 )
 def bench_softmax_ladder(M, N, provider):
-    if "registers" in provider and N > 32768:
+    if provider.startswith(("naive", "safe")) and N > 32768:
         return None
     x = torch.randn(M, N, device=DEVICE, dtype=torch.float16)
     return tg.benchmark.gbps(2 * x.nbytes, tg.benchmark.measure(lambda: rungs[provider](x)))
@@ -1006,7 +1043,8 @@ def row_sum_kernel(x_ptr, sum_ptr, n_cols, START: tl.constexpr, BLOCK_COLS: tl.c
     cols = tl.arange(0, BLOCK_COLS)
     m, s = tl.full((BLOCK_COLS,), START, tl.float32), tl.zeros((BLOCK_COLS,), tl.float32)
     for start in range(0, n_cols, BLOCK_COLS):
-        m, s = _online_update(m, s, tl.load(x_ptr + start + cols, mask=start + cols < n_cols, other=-float("inf")))
+        x = tl.load(x_ptr + start + cols, mask=start + cols < n_cols, other=-float("inf"))
+        m, s = _online_update(m, s, x, tl.float32)
     tl.store(sum_ptr + tl.arange(0, 1), _online_finish(m, s)[1])
 
 

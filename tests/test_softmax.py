@@ -223,7 +223,9 @@ def test_parts_of_long_rows(op, dtype, path, device, monkeypatch):
     monkeypatch.setattr(module, "_MAX_ROW_BYTES", 0)
     monkeypatch.setattr(module, "_ONLINE_BLOCK_BYTES", 64 * dtype.itemsize)
     one_tile = module._strided_tile(200, 400, False, dtype, True)
-    monkeypatch.setattr(module, "_strided_tile", lambda n_rows, n_cols, *args: one_tile if n_cols == 400 else (4, 32, 4))
+    monkeypatch.setattr(
+        module, "_strided_tile", lambda n_rows, n_cols, *args: one_tile if n_cols == 400 else (4, 32, 4)
+    )
     launched = []
     run_kernel = module.launch
 

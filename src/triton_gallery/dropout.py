@@ -155,9 +155,7 @@ def _dropout(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: fl
     row_major = torch.empty(xs.shape, device="meta")
     # Programs walk out's memory, so that neighbouring lanes touch neighbouring addresses.
     order = sorted(range(outs.ndim), key=outs.stride, reverse=True)
-    shape, strides = collapse(
-        outs.permute(order).shape, *(t.permute(order).stride() for t in (xs, outs, row_major))
-    )
+    shape, strides = collapse(outs.permute(order).shape, *(t.permute(order).stride() for t in (xs, outs, row_major)))
     launch(
         _dropout_strided_kernel, (cdiv(n_elements, _BLOCK_SIZE),),
         x, out, n_elements // group, seed, seed_tensor, shape, *strides,

@@ -283,7 +283,7 @@ def _layer_norm_bwd_blocks_kernel(
     loaded: a 16-bit number takes half of a register.
     """
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
-    # Triton sees by itself what is a multiple of 16. This shows it what is one of 8, so that it loads 16 bytes at a time.
+    # Triton knows multiples of 16 by itself. This shows it what is one of 8, so that it loads 16 bytes at a time.
     n_cols, x_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride, dy_row_stride)]
     lanes = tl.arange(0, BLOCK_N)
     weights = ()

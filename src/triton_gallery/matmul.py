@@ -417,8 +417,7 @@ def _multiply_vector(
         batch_strides = b_strides, a_strides
     rows = max(M, N)
     is_across = strides[1] != 1 and rows > 1
-    # Whether 16 bytes can be read at a time. Where they cannot, more numbers along the dimension that is dense in memory
-    # make up for it: measured on an H200.
+    # Whether 16 bytes can be read at a time. Where they cannot, other tiles are faster: measured on an H200.
     is_wide = (rows if is_across else K) % 16 == 0
     if is_across:
         n_elements, block_k, num_warps = (4096, 64, 8) if is_wide else (4096, 8, 4)

@@ -84,8 +84,8 @@ def _softmax_fwd_blocks_kernel(
     N_BLOCKS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     KEEP_EXP: tl.constexpr,  # what waits in registers is exp(x - max(x)); otherwise it is x, and exp is taken twice
-    IS_LOG: tl.constexpr,
-    STATS_DTYPE: tl.constexpr,
+    IS_LOG: tl.constexpr = False,
+    STATS_DTYPE: tl.constexpr = tl.float32,
 ):
     """Program i owns row i, in blocks of columns that are all full but the last.
 
@@ -700,8 +700,8 @@ def _strided_tile(
         # A sum over few columns wants few warps: where a warp has all of them, it needs no other.
         n_elements, num_warps = (512, 1) if block_cols <= 32 else (4096, 4) if block_cols <= 256 else (8192, 8)
         return (2, block_cols, 8) if n_cols > block_cols else (n_elements // block_cols, block_cols, num_warps)
-    # A thread has eight numbers of a tile. The more neighbouring rows in it, the longer the piece of memory that is read
-    # at once; the fewer, the more columns fit into registers.
+    # A thread has eight numbers of a tile. The more neighbouring rows, the longer the piece of memory that is read at
+    # once; the fewer, the more columns fit into registers.
     tiles = {16: (128, 1), 32: (64, 1), 64: (64, 2), 128: (64, 4), 256: (32, 4), 512: (32, 8), 1024: (16, 8)}
     if is_forward and dtype != torch.float64:
         tiles[2048] = (16, 16)
@@ -851,13 +851,14 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row is read once and stays on the chip; longer ones are read
-        twice, the second time from the L2 cache while it fits there. On Hopper a longer 16-bit or float32 row is read once,
-        too, if x is 16-byte aligned and so is the distance from a row's end to the next row: up to 88 KiB of it lie on
-        one multiprocessor, more of it (up to 24 MiB on an H200) in parts on several, which exchange their maxima and
-        sums, provided that all rows together have at least 4 MiB. Elsewhere a few rows of 128 KiB or more are cut into
-        parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as with any
-        dim but the last, are read where they lie, in tiles, and twice beyond 1024 columns. The result repeats bit for
-        bit. The gradient has kernels of its own and can be differentiated again.
+        twice, the second time from the L2 cache while it fits there. On Hopper a longer 16-bit or float32 row is read
+        once, too, if x is 16-byte aligned and so is the distance from a row's end to the next row: up to 88 KiB of it
+        lie on one multiprocessor, more of it (up to 24 MiB on an H200) in parts on several, which exchange their maxima
+        and sums, provided that all rows together have at least 4 MiB. Elsewhere a few rows of 128 KiB or more are cut
+        into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as with
+        any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for float64 and in
+        the backward pass). The result repeats bit for bit. The gradient has kernels of its own and can be
+        differentiated again.
 
     Example:
         >>> import torch, triton_gallery

@@ -118,7 +118,8 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     # A one-element tensor keeps all of alpha's digits, where a kernel argument would round it to float32.
     alpha = torch.full((), alpha, dtype=torch.float64 if out.is_floating_point() else torch.int64, device=out.device)
     launch(
-        _add_strided_kernel, (cdiv(n_elements, _BLOCK_SIZE),), x, y, alpha, out, n_elements, shape, x_strides, y_strides,
+        _add_strided_kernel, (cdiv(n_elements, _BLOCK_SIZE),),
+        x, y, alpha, out, n_elements, shape, x_strides, y_strides,
         COMPUTE_DTYPE=_compute_dtype(out.dtype), INDEX_DTYPE=index_dtype(n_elements), BLOCK_SIZE=_BLOCK_SIZE,
     )  # fmt: skip
     return out
