@@ -20,6 +20,8 @@ _FWD_MAX_BYTES = 98304
 _FWD_MAX_ODD = 24576
 # About this many elements at a time keep one program busy: short rows share a program, long rows are cut.
 _FWD_TILE = 2048
+# Longer rows than this have a program of their own, which reads them in blocks of columns.
+_ONE_BLOCK_COLS = 1024
 _FWD_LONG_TILE = 4096
 _BWD_TILE = 4096
 # Columns that one program adds up from the partial rows of dw and db.
@@ -423,12 +425,14 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 def _fwd_block(n_cols: int, vectorized: bool) -> tuple[int, int]:
     """(columns of a block, warps) for a row in registers: measured on an H200."""
+    if n_cols < 2048:
+        return 512, 2
     if not vectorized:
         return (1024, 8) if n_cols <= 12288 else (2048, 16)
     if n_cols <= 8192:
         return 1024, 4
     if n_cols <= 24576:
-        return 2048, 8
+        return 4096 if n_cols in (12288, 16384) else 2048, 8
     return (4096 if n_cols <= 32768 else 8192), 16
 
 
@@ -449,10 +453,12 @@ def _bwd_in_blocks(dy: torch.Tensor, x: torch.Tensor, n_cols: int) -> tuple[int,
 
     Measured on an H200. None for short rows, which share a program, and for long ones and wide elements.
     """
-    if x.element_size() != 2 or dy.element_size() != 2 or dy.stride(1) != 1 or not 2048 < n_cols <= 8192:
+    if x.element_size() != 2 or dy.element_size() != 2 or dy.stride(1) != 1 or not _ONE_BLOCK_COLS < n_cols <= 8192:
         return None
     if n_cols % 8 != 0 or any(t.stride(0) % 8 != 0 or t.data_ptr() % 16 != 0 for t in (dy, x)):
-        return 1024, 1, 8, 2 if n_cols <= 4096 else 1
+        return (512, 1, 4, 3) if n_cols <= 2048 else (1024, 1, 8, 2 if n_cols <= 4096 else 1)
+    if n_cols < 2048:
+        return 512, 8, 2, 4
     return (1024, 8, 4, 3 if n_cols <= 3072 else 2) if n_cols <= 5120 else (2048, 8, 8, 1)
 
 
@@ -505,7 +511,7 @@ def _layer_norm_fwd(
     bias = None if bias is None else bias.contiguous()
     arguments = rows, weight, bias, y, mean if subtract_mean else None, rstd
     vectorized = n_cols % 16 == 0
-    if n_cols <= _FWD_TILE:
+    if n_cols <= _ONE_BLOCK_COLS:
         block_n = next_power_of_2(n_cols)
         block_m = _FWD_TILE // block_n
         # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
