@@ -1,5 +1,6 @@
 import importlib
 import math
+import re
 
 import pytest
 import torch
@@ -676,6 +677,22 @@ def test_row_counts_share_compilations(n_cols, dim):
     compiled = {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}
     names = [name for name, _ in compiled]
     assert len(row_counts) == 32 and set(map(names.count, names)) <= {1, 2, 3}
+
+
+@pytest.mark.parametrize(("n_rows", "dim"), [(37, 0), (4096, 0), (3, 0), (1, -1)])
+def test_parts_meet_in_one_order(n_rows, dim):
+    """What all threads of a warp hold has to be the same to the last bit, as more than one of them writes it.
+
+    A warp sums up by a butterfly of additions, of which the first takes the product in front of it along: a * b + c in
+    one thread, c * d + b' in another. Where a second warp has a share, one thread alone passes its sum on.
+    """
+    n_cols = 9001 if dim == 0 else 1_000_001
+    x = torch.empty((n_cols, n_rows) if dim == 0 else (n_rows, n_cols), device="meta", dtype=torch.float32)
+    report = tg.codegen.inspect(tg.softmax, x, dim, targets=["sm_80"])
+    text = report.source("_softmax_parts_fwd_kernel", "sm_80", "ttgir")
+    warps = dict(re.findall(r"(#blocked\d*) = #ttg.blocked<.*warpsPerCTA = \[(\d+)", text))
+    layouts = re.findall(r"}\) : \(tensor<\d+x\d+xf32, (#blocked\d*)>\) -> tensor", text)
+    assert len(layouts) == 2 and all(int(warps[layout]) > 1 for layout in layouts)
 
 
 # --- fuzz ---

@@ -666,7 +666,10 @@ def _launch_parts(
         kernel = _softmax_parts_bwd_kernel
         launch(_softmax_parts_sum_kernel, grid, *inputs, *args, *strides, **options, **is_log)
     strides = *rows.row_strides, *rows.col_strides
-    launch(kernel, grid, *inputs, out, *args, *strides, BLOCK_PARTS=1024 // block_rows, **options, **is_log)
+    # With fewer parts in a block, the threads of one warp would merge all of them, each adding what another one holds.
+    # As a product is rounded before it is sent, and not where it is added, they would differ in their sums' last bits.
+    block_parts = max(64, 1024 // block_rows)
+    launch(kernel, grid, *inputs, out, *args, *strides, BLOCK_PARTS=block_parts, **options, **is_log)
 
 
 def _row(x: torch.Tensor, i: int, n_cols: int, row_stride: int) -> torch.Tensor:
