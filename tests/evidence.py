@@ -19,7 +19,7 @@ TOOLS = {
     "initcheck": "reads of memory that nobody has written",
     "synccheck": "barriers that some threads never reach",
 }
-_RACE = re.compile(r"Read access at (?P<kernel>\w+)\S* in (?P<file>\w+\.py):(?P<line>\d+)")
+_RACE = re.compile(r"between (?P<kind>\w+) access at (?P<kernel>\w+)\S* in (?P<file>\w+\.py):(?P<line>\d+)")
 _AT = re.compile(r"^=========     at (?P<kernel>.*?)(\+0x\w+)?( in .*)?$")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors|hazards)")
 
@@ -58,7 +58,7 @@ def sanitizer(folder: Path) -> list[list]:
         found = Counter()
         for line in log.splitlines():
             if race := _RACE.search(line):
-                found["triton" if _is_dispatch(race["file"], int(race["line"])) else "ours"] += 1
+                found["triton" if race["kind"] == "Read" and _is_dispatch(**race.groupdict()) else "ours"] += 1
             elif (at := _AT.match(line)) and tool != "racecheck":
                 found["ours" if at["kernel"].rpartition(" ")[2] in launches else "torch"] += 1
         if sum(found.values()) < int(summary[1]):
@@ -69,10 +69,10 @@ def sanitizer(folder: Path) -> list[list]:
     return rows
 
 
-def _is_dispatch(file: str, line: int) -> bool:
+def _is_dispatch(kernel: str, file: str, line: str, **_) -> bool:
     """Whether a finding is in the code that Triton puts in front of a kernel with warp groups, not in its body."""
-    (path,) = SRC.rglob(file)
-    return path.read_text().splitlines()[line - 1].startswith("def _")
+    (path,) = (path for path in SRC.rglob(file) if f"def {kernel}(" in path.read_text())
+    return path.read_text().splitlines()[int(line) - 1].startswith("def _")
 
 
 def write(path: Path, rows: list[list]) -> None:
