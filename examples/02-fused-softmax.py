@@ -570,6 +570,10 @@ ladder
 # rate. The library saves that trip again, because it keeps a row where the second walk finds it, and reaches
 # :measured:`softmax-ladder-fp16: triton_gallery / limit at 65536`.
 #
+# Blocks without idle lanes are worth nothing at 5120 columns,
+# :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 5120`: there are registers for the idle
+# ones, too. At 12288 it is :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 12288`.
+#
 # Three expectations were wrong. The unfused version stays at
 # :measured:`softmax-ladder-fp16: unfused / limit at 131072` of a copy's rate at the right end, half of what eight trips
 # leave. And at 4096 columns the naive curve and the safe one do meet; at 16384 the naive kernel
@@ -621,12 +625,14 @@ tg.benchmark.roofline(report, points | {"unfused, N = 8192": (5 / 16, unfused[81
 # - `INDEX_DTYPE`: a division of 64-bit integers takes several times as many instructions as one of 32-bit integers, and
 #   there is one for each dimension of rows but the last: none in a matrix, one in a batch of images. So rows are
 #   numbered in 32 bits where there are fewer than :math:`2^{31}`.
-# - The shape of the tile. A sum over few columns is done best within a warp or, better still, within a thread. With up
-#   to 32 columns a tile of 512 numbers goes to a single warp, which shares its sums with no other. More columns get
-#   larger tiles and more warps. Up to 1024 columns a tile has all of them.
+# - The shape of the tile. Memory is read in pieces as long as the tile is wide: 16 rows of float16 are 32 bytes, the
+#   least that memory hands out, and 64 rows a cache line. So a tile should be wide. It should be high as well, as all
+#   columns of its rows have to wait in registers, 64 numbers in each thread: eight blocks of eight. So 64 columns take
+#   tiles of 64 rows and two warps, and 2048 columns tiles of 16 rows and 16 warps. Few columns need few warps, which
+#   have less to tell each other; with up to 32 of them a single warp has a tile for itself.
 #
 # The sweep keeps the number of elements at :math:`2^{24}`, or close to it, and goes from 8 columns to 65536. Beyond
-# 1024 columns rows are cut into parts, as in the next section.
+# 2048 columns rows are cut into parts, as in the next section.
 
 
 @tg.benchmark.perf_report(
@@ -669,18 +675,19 @@ report_across
 # At 21 columns, as many as a well-known set of photographs has classes, we reach
 # :measured:`softmax-across-fp16: triton_gallery / torch at 21×786432` of torch's rate, and at 65536 columns
 # :measured:`softmax-across-fp16: triton_gallery / torch at 65536×256`, as torch is left with
-# :measured:`softmax-across-fp16: torch at 65536×256` there. That is no measure of us. A copy is: we reach
-# :measured:`softmax-across-fp16: triton_gallery / limit at 8×2097152` of its rate at best, and
-# :measured:`softmax-across-fp16: triton_gallery / limit at 65536×256` at the right end. Of all layouts this is the one
-# that we serve worst.
+# :measured:`softmax-across-fp16: torch at 65536×256` there. That is no measure of us. A copy of as many bytes is: up to
+# 64 columns we stay close to it, at
+# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 64×262144` of its rate. Then tiles become
+# narrow, and we fall behind: :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 1024×16384` at
+# 1024 columns. Rows in parts are read twice and take two launches; they reach
+# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256` at the right end. Of all layouts
+# this is the one that we serve worst.
 #
-# And `torch.compile` is the one to beat. Up to 256 columns we do: at 21 we run at
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` of its rate. From 1024 columns on we
-# lose: :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384`,
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`. At 1024 a tile has room for 8 rows only,
-# which is 16 bytes of each column where memory hands out 32; whether that is the reason, we have not found out. Beyond
-# it rows are in parts, and are read twice.
+# `torch.compile` is the one to beat here. The shapes of tiles are what does it: an earlier version, with tiles of 8
+# rows at 1024 columns, half of what memory hands out at least, was much slower than it. Now we run at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` there, at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns, and at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256` at the right end.
 
 # %%
 # Many short rows, and few long ones
@@ -738,13 +745,15 @@ report_short
 # %%
 # The library runs one kernel at all six lengths, with tiles of one size. At 1024 columns it is the kernel and the tile
 # of the first sweep, with 32 times as many rows. Where the two charts differ there, it is by what starting and filling
-# the GPU takes, and not by anything in the kernel: :measured:`softmax-fp16: triton_gallery / limit at 1024` of a copy's
-# rate there, :measured:`softmax-short-fp16: triton_gallery / limit at 1024` here. Towards short rows the matrix shrinks
-# and what starting costs does not: at each length we take the same few microseconds more than a copy at full speed
-# would. 131072 rows of 32 numbers run at :measured:`softmax-short-fp16: triton_gallery at 32`, and 4096 rows of 1024,
-# which are as many numbers, at :measured:`softmax-fp16: triton_gallery at 1024`. That rows are short costs nothing by
-# itself. Our lead over `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32
-# columns, and none at 1024.
+# the GPU takes, and not by anything in the kernel: :measured:`softmax-fp16: triton_gallery / limit at 1024` of a large
+# copy's rate there, :measured:`softmax-short-fp16: triton_gallery / limit at 1024` here. Towards short rows the matrix
+# shrinks and what starting costs does not. A copy of as many bytes, the dotted line, has to start as well, and with it
+# we are level: :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at 32` of its rate at 32 columns,
+# :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at 256` at 256. 131072 rows of 32 numbers run at
+# :measured:`softmax-short-fp16: triton_gallery at 32`, and 4096 rows of 1024, which are as many numbers, at
+# :measured:`softmax-fp16: triton_gallery at 1024`. That rows are short costs nothing by itself. Our lead over
+# `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32 columns, and none at
+# 1024.
 
 # %%
 # At the other end rows are long, or few, or both, as the logits that a language model writes for the next word of each
@@ -786,7 +795,7 @@ report_short
 # The library takes this second way for rows of more than 88 KiB if all of them together have 4 MiB or more, and if the
 # GPU has room for a whole row. With six parts of 32 KiB on each of 132 multiprocessors, that ends a little beyond
 # 24 MiB. The first way is for what is left where rows are few: less together, longer ones, float64, rows that do not
-# lie on multiples of 16 bytes, other GPUs, and the gradient; and for all rows across memory of more than 1024 columns.
+# lie on multiples of 16 bytes, other GPUs, and the gradient; and for rows across memory of more than 2048 columns.
 # Where many rows are left, they take the online kernel.
 
 # %%
@@ -848,8 +857,8 @@ report_long
 # What the compiler made of it
 # ----------------------------
 #
-# At 8192 columns a program of 8 warps holds one row. A warp of NVIDIA's has 32 threads, so each thread holds 32
-# numbers; a warp of AMD's has 64, and each holds 16.
+# At 8192 columns a program of 4 warps holds one row, in 8 blocks. A warp of NVIDIA's has 32 threads, so each thread
+# holds 64 numbers; a warp of AMD's has 64, and each holds 32.
 
 x = torch.empty(4096, 8192, dtype=torch.float16, device="meta")
 tg.codegen.inspect(tg.softmax, x)
@@ -906,19 +915,19 @@ for each in (report, report_across, report_short, report_long):
 # version can reach a quarter of the copy's rate at best, once its matrices outgrow the L2 cache: this was clear before
 # anything was measured.
 #
-# What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / limit at 8192` of a copy's
-# rate and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other one, and at 65536
-# :measured:`softmax-fp16: triton_gallery / limit at 65536` and
+# What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 8192`
+# of the rate of a copy of as many bytes and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other
+# one, and at 65536 :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 65536` and
 # :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in four parts. With 131072 columns, in
-# eight parts, it is :measured:`softmax-fp16: triton_gallery / limit at 131072` of a copy and
+# eight parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
 #
-# If the length of rows is no multiple of eight, most of them begin between two multiples of 16 bytes, where no wide
-# load may start. The kernel with the chunks copies such a row from the multiple of 16 bytes in front of it, masks what
-# belongs to the row before, and writes a row's two ends number by number: with 16401 columns we get
-# :measured:`softmax-fp16: triton_gallery at 16401`, with 16384 :measured:`softmax-fp16: triton_gallery at 16384`. This
-# works if a row of the result begins as far behind a multiple of 16 bytes as the row of the input does. Rows cut out of
-# a wider matrix need not; long ones of these take the online kernel, whose loads then move one number instead of eight.
+# Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose little: with 16401 columns we
+# get :measured:`softmax-fp16: triton_gallery at 16401`, with 16384 :measured:`softmax-fp16: triton_gallery at 16384`.
+# (An earlier version copied from the multiple of 16 bytes in front of a row, wherever in a cache line that was, and
+# lost much more.) This works if a row of the result begins as far behind a multiple of 16 bytes as the row of the input
+# does. Rows cut out of a wider matrix need not; long ones of these take the online kernel, whose loads then move one
+# number instead of eight.
 
 # %%
 # Break it: pad with zeros

@@ -243,10 +243,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #   second one wherever there is room, and those wait in `gdc_wait` until the first kernel has ended. It saves a
 #   microsecond or two between the kernels. Our launcher below leaves it off.
 #
-# Rows of more than 2048 and up to 8192 numbers of 16 bits, in multiples of 16, take a kernel that sums the same way,
-# but cuts a row into equal blocks, as the forward pass will do below, and keeps `x` and `dy` as they were loaded
-# (`_layer_norm_bwd_blocks_kernel`). The next power of two may be nearly twice the row; of the last block at most a part
-# is empty.
+# Rows of 1025 to 8192 numbers of 16 bits take a kernel that sums the same way, but cuts a row into equal blocks, as the
+# forward pass will do below, and keeps `x` and `dy` as they were loaded (`_layer_norm_bwd_blocks_kernel`). The next
+# power of two may be nearly twice the row; of the last block at most a part is empty.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -370,7 +369,7 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 # %%
 # Blocks are powers of two and rows are not. A row of 8704 elements would take a block of 16384 and leave nearly half
 # of its registers empty, while a program with fewer registers has room for a neighbour on its multiprocessor, and two
-# programs have more loads under way than one. So the package holds a row of more than 2048 elements in several blocks,
+# programs have more loads under way than one. So the package holds a row of more than 1024 elements in several blocks,
 # here five of 2048, of which only the last has empty lanes (`_layer_norm_fwd_blocks_kernel`). It keeps them as they
 # came from memory and widens them anew for the mean, for the variance and for the result: a conversion costs an
 # instruction, of which there are plenty, and two float16 numbers share a register, of which there are not.
@@ -731,18 +730,18 @@ long_report
 # %%
 # The bytes that are counted are the same at every point. What changes is where a row is when it is needed for the
 # second time. Up to 49152 numbers one program keeps it in registers: at 24576 we reach
-# :measured:`layer-norm-long-fp16: triton_gallery / limit at 24576` of a copy's rate. Longer ones take programs of 512
-# threads, of which a multiprocessor has room for one, and it is
-# :measured:`layer-norm-long-fp16: triton_gallery / limit at 32768` and
-# :measured:`layer-norm-long-fp16: triton_gallery / limit at 49152`. From 65536 on a row lies on several
-# multiprocessors: :measured:`layer-norm-long-fp16: triton_gallery / limit at 65536`, and
-# :measured:`layer-norm-long-fp16: triton_gallery / limit at 262144` at the right end, where 64 programs wait for the
-# last of them in each row.
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 24576` of a copy's rate. Longer ones take
+# programs of 512 threads, of which a multiprocessor has room for one, and it is
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768` and
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 49152`. From 65536 on a row lies on several
+# multiprocessors: :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536`, and
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where 64 programs
+# wait for the last of them in each row.
 #
-# To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns it is ahead of
-# us: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate. Further right it
-# does cost one: from 49152 columns on its curve is below two thirds of a copy, although the cache should hold the rows
-# under way up to 65536. Why, we have not found out.
+# To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns we only draw
+# level: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate. Further right
+# it does cost one: from 49152 columns on its curve is below two thirds of a copy, although the cache should hold the
+# rows under way up to 65536. Why, we have not found out.
 
 # %%
 # The shapes of training
@@ -795,12 +794,14 @@ shapes_report.plot()
 shapes_report
 
 # %%
-# Nearest to a copy are 4096 columns, at :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 16384×4096`;
-# with 5120 it is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 8192×5120`. At 12288 columns, with
+# Nearest to a copy of as many bytes are 4096 columns, at
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 16384×4096` of its rate; with 5120 it
+# is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 8192×5120`. At 12288 columns, with
 # one program on each multiprocessor, it is
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 4096×12288`. Five trips leave 60 % at best, and we
-# get :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / limit at 2048×65536`. Against the best other provider, the
-# lowest of the five ratios is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 4096×12288`. Five trips leave 60 % at
+# best, and we get :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 2048×65536`. Against
+# the best other provider, the lowest of the five ratios is
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
 #
 # The registers are the budget
 # ----------------------------
@@ -834,7 +835,8 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 
 # %%
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
-# work and waiting for the first load weigh more than the transfer, and for the backward pass there are two launches.
+# work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
+# wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
 # From there on the rate should rise with :math:`N`. The curve of the backward pass has teeth: it drops where a row has
 # just outgrown its block, and climbs as the next one fills. Beyond :math:`N = 5120` a block has 2048 numbers, and a
 # multiprocessor room for one program. Beyond 8192 a row and its sums no longer fit into registers. Up to 16384 columns
@@ -843,11 +845,11 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # fourth begins beyond 12288. Longer rows, and all of them on other GPUs, are cut into column blocks. The row sums then
 # need a pass of their own over `x` and `dy`: five trips instead of three.
 #
-# With 8192 columns we reach, as shares of a copy's rate and of the best other one's:
+# With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
 #
-# - forward :measured:`layer-norm-fwd-fp16: triton_gallery / limit at 8192` and
+# - forward :measured:`layer-norm-fwd-fp16: triton_gallery / copy of as many bytes at 8192` and
 #   :measured:`layer-norm-fwd-fp16: triton_gallery / peers at 8192`
-# - backward :measured:`layer-norm-bwd-fp16: triton_gallery / limit at 8192` and
+# - backward :measured:`layer-norm-bwd-fp16: triton_gallery / copy of as many bytes at 8192` and
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192`; the lowest ratio of the whole sweep is
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at worst`
 #
