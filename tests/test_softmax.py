@@ -39,7 +39,7 @@ def path(request, monkeypatch):
         force_online(monkeypatch)
     if request.param == "blocks":
         monkeypatch.setattr(module, "_ONE_BLOCK_COLS", 0)
-        monkeypatch.setattr(module, "_block", lambda x, n_cols, dtype: (16, 4, n_cols % 2 == 0))
+        monkeypatch.setattr(module, "_block", lambda x, n_cols: (16, 4, n_cols % 2 == 0))
     if "parts" in request.param:
         monkeypatch.setattr(module, "_pays_in_parts", lambda *args: True)
         monkeypatch.setattr(module, "_strided_tile", lambda *args: (4, 2, 4))
@@ -533,6 +533,26 @@ def test_results_repeat_bit_for_bit(op, path, device):
     first = run(ours, op, x, -1, None, dy)
     for _ in range(5 if device.type == "cpu" else 100):
         assert all(map(torch.equal, run(ours, op, x, -1, None, dy), first))
+
+
+@pytest.mark.gpu
+@OPS
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((9001, 37), 0),
+        ((16384, 1024), 0),
+        ((1500, 300), 0),
+        ((300, 20_001), 1),
+        ((64, 300_000), 1),
+        ((2, 3_000_001), 1),
+    ],
+)
+def test_large_results_repeat_bit_for_bit(op, shape, dim, device):
+    x, dy = torch.randn(2, *shape, device=device).half()
+    first = run(ours, op, x, dim, None, dy)
+    for _ in range(100):
+        assert all(map(torch.equal, run(ours, op, x, dim, None, dy), first))
 
 
 @OPS

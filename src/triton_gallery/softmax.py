@@ -599,7 +599,7 @@ def _launch_rows(
     block_cols = next_power_of_2(n_cols)
     col_bytes = len(inputs) * (8 if dtype == torch.float64 else 4)
     if is_forward and n_cols > _ONE_BLOCK_COLS and n_cols * col_bytes <= _MAX_ROW_BYTES:
-        block_cols, num_warps, keep_exp = _block(*inputs, n_cols, dtype)
+        block_cols, num_warps, keep_exp = _block(*inputs, n_cols)
         launch(
             _softmax_fwd_blocks_kernel, (n_rows,), *inputs, out, n_cols, row_strides[0],
             N_BLOCKS=cdiv(n_cols, block_cols), BLOCK_COLS=block_cols, KEEP_EXP=keep_exp, num_warps=num_warps, **meta,
@@ -681,7 +681,7 @@ def _num_warps(n_bytes: int) -> int:
     return next((warps for limit, warps in ((4096, 2), (16384, 4), (32768, 8)) if n_bytes <= limit), 16)
 
 
-def _block(x: torch.Tensor, n_cols: int, dtype: torch.dtype) -> tuple[int, int, bool]:
+def _block(x: torch.Tensor, n_cols: int) -> tuple[int, int, bool]:
     """(columns of a block, warps, whether exponentials wait) for a row in registers: measured on an H200."""
     if x.element_size() != 2 or n_cols % 16 != 0:
         # Numbers that cannot be loaded 16 bytes at a time take a register each, so they are spread over more threads.

@@ -184,8 +184,9 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
 
     Notes:
         float16 and bfloat16 are added in float32 and rounded once. The gradients are those of the formula, summed over
-        broadcast dimensions. Two tensors of the same dense layout take one flat kernel; broadcasting, strides, mixed
-        dtypes and alpha take a second one that computes each element's address.
+        broadcast dimensions. Two tensors of the same dense layout take one flat kernel, launched twice for 2**20
+        elements or more if their number is no multiple of 16; broadcasting, strides, mixed dtypes and alpha take a
+        second kernel that computes each element's address.
 
     Example:
         >>> import torch, triton_gallery
