@@ -198,15 +198,16 @@ plt.show()
 #   float32. In float16 the sum of many exponentials stops growing at 2048, because 2048 + 1 rounds to 2048.
 # - `tl.max(x, axis=1, keep_dims=True)` is :math:`m`, one number for each row of the tile. Threads reduce what they
 #   hold, threads of a warp exchange registers, and warps meet in shared memory; Triton writes all three steps.
-# - `tl.exp` takes the hardware's exponential, which is fast and may be off in the last digits of float32.
+# - `_exp` takes the hardware's exponential, which is fast and may be off in the last digits of float32. Where the
+#   result has 16 bits, it asks for it directly, by `tl.exp2`.
 # - `numerator * (1 / denominator)` divides once per row and multiplies once per number. Products are much cheaper.
 # - `if IS_LOG` is decided when the kernel is compiled. `triton_gallery.log_softmax` is the same text with another
 #   ending, and neither pays for the other.
 # - `do_not_specialize` keeps the compiler from making a kernel of its own for a number of rows that is 1, or a
 #   multiple of 16. It would gain nothing. For `n_cols` it gains much: a multiple of 16 allows wide loads.
 # - `num_warps` is not in the kernel but a matter of the launch: over how many warps a tile spreads. The longer the row,
-#   the more warps it takes to keep each thread's share small. The library takes 2 to 16, from a small table that was
-#   measured; page three has a clock choose.
+#   the more warps it takes to keep each thread's share small. The library's tile of 1024 numbers takes two; longer
+#   rows, in the kernels below, take 2 to 16, from a small table that was measured; page three has a clock choose.
 
 # %%
 # It agrees with torch on an awkward shape
@@ -376,9 +377,10 @@ plt.show()
 # more often than once in and once out.
 #
 # A row of odd length begins anywhere, and `tl` loads it number by number: 16 bytes at once have to begin at a multiple
-# of 16. This kernel reads from the start of the *cache line* in which the row begins, 128 bytes that memory and caches
-# handle as one, and leaves out what belongs to the row before. So all its copies are 16 bytes wide and none touches
-# two lines, and its stores are, but for both ends of a row.
+# of 16. This kernel reads from the start of the *cache line* in which the row begins, the 128 bytes that a cache keeps
+# together, and leaves out what belongs to the row before. So all its copies are 16 bytes wide, and the 512 bytes that a
+# warp copies at once are four whole lines, not three and parts of two. Its stores are 16 bytes wide, too, but for both
+# ends of a row.
 #
 # One program of this kernel takes rows of up to 88 KiB, so that a multiprocessor has room for two or more: while one
 # waits for its threads, another works. Longer rows are cut into parts of at most 32 KiB, six of which have room on a
@@ -397,10 +399,10 @@ plt.show()
 
 # %%
 # `tl.static_range` is a loop that the compiler writes out, and `blocks` a Python tuple that grows in it: each block is
-# a value of its own, in registers of its own. The lanes meet twice in a row, however many blocks there are, for the
+# a value of its own, in registers of its own. The lanes meet twice for each row, however many blocks there are, for the
 # maximum and for the sum; until then each looks at its own column of the blocks alone. What waits in between is either
-# the exponentials, a register each, or the numbers as they were loaded, half a register each in float16, which then
-# are exponentiated twice. Which is faster depends on the length, and was measured.
+# the exponentials, a register each, or the numbers as they were loaded, half a register each in float16, which then are
+# exponentiated twice. Which is faster depends on the length, and was measured.
 
 
 def my_softmax_in_blocks(x):
@@ -418,10 +420,11 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 # From kernels to a function
 # --------------------------
 #
-# `triton_gallery.softmax` chooses: whole rows in registers up to 32768 columns, in blocks from 1025 on; beyond that the
-# online kernel. On Hopper the kernel with the chunks takes the place of both for rows of over 40 KiB, of over 8 KiB
-# where their length is no multiple of 16, and in float32 of over 128 KiB. Other kernels serve rows that are not dense
-# in memory, as the classes of an image's pixels are not, and rows that are few and long. Both have sections below.
+# `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64, stay in registers, from 1025 on in
+# blocks; longer ones take the online kernel. On Hopper the kernel with the chunks takes the place of both for 16-bit
+# rows of over 40 KiB, or of over 8 KiB where their length is no multiple of 16, and for float32 rows of over 128 KiB,
+# if they lie in memory as it needs. Other kernels serve rows that are not dense, as the classes of an image's pixels
+# are not, and rows that are few and long. Both have sections below.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -627,9 +630,9 @@ tg.benchmark.roofline(report, points | {"unfused, N = 8192": (5 / 16, unfused[81
 #   numbered in 32 bits where there are fewer than :math:`2^{31}`.
 # - The shape of the tile. Memory is read in pieces as long as the tile is wide: 16 rows of float16 are 32 bytes, the
 #   least that memory hands out, and 64 rows a cache line. So a tile should be wide. It should be high as well, as all
-#   columns of its rows have to wait in registers, 64 numbers in each thread: eight blocks of eight. So 64 columns take
-#   tiles of 64 rows and two warps, and 2048 columns tiles of 16 rows and 16 warps. Few columns need few warps, which
-#   have less to tell each other; with up to 32 of them a single warp has a tile for itself.
+#   columns of its rows have to wait in registers, up to 64 numbers in each thread: eight blocks of eight. So 64 columns
+#   take tiles of 64 rows and two warps, and 2048 columns tiles of 16 rows and 16 warps. Few columns need few warps,
+#   which have less to tell each other; with up to 32 of them a single warp has a tile for itself.
 #
 # The sweep keeps the number of elements at :math:`2^{24}`, or close to it, and goes from 8 columns to 65536. Beyond
 # 2048 columns rows are cut into parts, as in the next section.
@@ -675,18 +678,21 @@ report_across
 # At 21 columns, as many as a well-known set of photographs has classes, we reach
 # :measured:`softmax-across-fp16: triton_gallery / torch at 21×786432` of torch's rate, and at 65536 columns
 # :measured:`softmax-across-fp16: triton_gallery / torch at 65536×256`, as torch is left with
-# :measured:`softmax-across-fp16: torch at 65536×256` there. That is no measure of us. A copy of as many bytes is: up to
-# 64 columns we stay close to it, at
+# :measured:`softmax-across-fp16: torch at 65536×256` there. That is no measure of us. A copy of as many bytes is: with
+# 8, 21 and 64 columns we stay close to it, at
+# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 8×2097152`,
+# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 21×786432` and
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 64×262144` of its rate. Then tiles become
 # narrow, and we fall behind: :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 1024×16384` at
 # 1024 columns. Rows in parts are read twice and take two launches; they reach
-# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256` at the right end. Of all layouts
-# this is the one that we serve worst.
+# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256` at the right end. Of the layouts
+# that this page measures, rows across memory is the one that we serve worst; only a single long row, below, does no
+# better.
 #
 # `torch.compile` is the one to beat here. The shapes of tiles are what does it: an earlier version, with tiles of 8
-# rows at 1024 columns, half of what memory hands out at least, was much slower than it. Now we run at
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` there, at
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns, and at
+# rows at 1024 columns, half of what memory hands out at least, was much slower than it. Of its rate we now reach
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` there,
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns and
 # :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256` at the right end.
 
 # %%
@@ -775,8 +781,8 @@ report_short
 # quote: triton_gallery.softmax._softmax_parts_fwd_kernel
 
 # %%
-# These kernels serve rows across memory, too, which is why a part belongs to a tile of rows: where rows are dense,
-# `BLOCK_ROWS` is 1. Parts that are not there read the lowest number and the sum 0, and change nothing.
+# These kernels serve rows across memory, too, which is why a part belongs to a tile of rows: where rows are dense and
+# evenly spaced, `BLOCK_ROWS` is 1. Parts that are not there read the lowest number and the sum 0, and change nothing.
 #
 # Can parts get around the second limit as well? Each part would have to stay on its multiprocessor between the two
 # kernels, and nothing stays there from one launch to the next. So it must be *one* launch, in which the programs of a
@@ -792,11 +798,12 @@ report_short
 # So there are only as many programs as have room at a time, and each takes its part of one row, then the same part of
 # another.
 #
-# The library takes this second way for rows of more than 88 KiB if all of them together have 4 MiB or more, and if the
-# GPU has room for a whole row. With six parts of 32 KiB on each of 132 multiprocessors, that ends a little beyond
-# 24 MiB. The first way is for what is left where rows are few: less together, longer ones, float64, rows that do not
-# lie on multiples of 16 bytes, other GPUs, and the gradient; and for rows across memory of more than 2048 columns.
-# Where many rows are left, they take the online kernel.
+# The library takes this second way for two rows or more, of more than 88 KiB, if all of them together have 4 MiB or
+# more, and if the GPU has room for a whole row. With six parts of 32 KiB on each of 132 multiprocessors, that ends a
+# little beyond 24 MiB. The first way is for what is left where rows are few: a single one, less together, longer ones,
+# float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next
+# row is no such multiple, other GPUs, and the gradient; and for rows across memory of more than 2048 columns. Where
+# many rows are left, they take the online kernel.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.
@@ -840,18 +847,19 @@ report_long
 
 # %%
 # The first four shapes go the second way, with 8 to 64 parts in a row. The first reaches
-# :measured:`softmax-long-fp16: triton_gallery / limit at 512×131072` of a copy's rate, the third
-# :measured:`softmax-long-fp16: triton_gallery / limit at 64×1048576`. What keeps them from all of it is the launch that
-# empties the mailboxes, the beginning, when nothing can be written yet, the exchange, and the last round, in which few
-# places have a row: there are 792, and 64 rows of 64 parts, twelve rows at a time, take five rounds and a third. The
-# fourth shape has parts for 512 places, no second row for any of them, and reaches
-# :measured:`softmax-long-fp16: triton_gallery / limit at 32×262144`.
+# :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 512×131072` of the rate of a copy of as many
+# bytes, the third :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 64×1048576`. What keeps them
+# from all of it is the launch that empties the mailboxes, the beginning, when nothing can be written yet, the exchange,
+# and the last round, in which few places have a row: there are 792, and 64 rows of 64 parts, twelve rows at a time,
+# take five rounds and a third. The fourth shape has parts for 512 places, no second row for any of them, and reaches
+# :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 32×262144`.
 #
 # The last shape, one row of 32 MiB, has more parts than there are places, and goes the first way: two launches, and two
 # readings of which the L2 cache may answer the second. It reaches
-# :measured:`softmax-long-fp16: triton_gallery / limit at 1×16777216` of a copy's rate. torch gives a row to what Triton
-# would call one program and is left with :measured:`softmax-long-fp16: torch at 1×16777216`. `torch.compile` cuts the
-# row as well, and we run at :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` of its rate.
+# :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 1×16777216` of such a copy's rate. torch gives
+# a row to what Triton would call one program and is left with :measured:`softmax-long-fp16: torch at 1×16777216`.
+# `torch.compile` cuts the row as well, and we run at
+# :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` of its rate.
 
 # %%
 # What the compiler made of it
@@ -922,12 +930,16 @@ for each in (report, report_across, report_short, report_long):
 # eight parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
 #
-# Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose little: with 16401 columns we
-# get :measured:`softmax-fp16: triton_gallery at 16401`, with 16384 :measured:`softmax-fp16: triton_gallery at 16384`.
-# (An earlier version copied from the multiple of 16 bytes in front of a row, wherever in a cache line that was, and
-# lost much more.) This works if a row of the result begins as far behind a multiple of 16 bytes as the row of the input
-# does. Rows cut out of a wider matrix need not; long ones of these take the online kernel, whose loads then move one
-# number instead of eight.
+# Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose some: with 16401 columns we
+# reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16401` of a copy of as many bytes, with 16384
+# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. (An earlier version copied from the
+# multiple of 16 bytes in front of a row, wherever in a cache line that was, and lost much more.) Shorter ones, which
+# are loaded number by number, lose more, too: it is
+# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905` at 3905 columns. Where the matrix ends
+# between two multiples of 16 bytes, its last row takes another kernel, in a launch of its own. And all of this works if
+# a row of the result begins as far behind a multiple of 16 bytes as the row of the input does. Rows cut out of a wider
+# matrix need not. Up to 32768 columns these are read in blocks, longer ones by the online kernel, whose loads then move
+# one number instead of eight.
 
 # %%
 # Break it: pad with zeros

@@ -454,9 +454,10 @@ ladder
 #
 # From the row in registers to the library no trip is saved. What changes is the layout. A row of 1024 columns is little
 # work for a program of 8 warps, so the library takes two warps and gives them two rows. A row of 9216 leaves almost
-# half of our block of 16384 empty, and one of 12288 a quarter. Of the library's blocks of 2048 the one takes five, with
-# half a block left over, and the other six, with nothing: :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row
-# in registers at 9216` and :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 12288`.
+# half of our block of 16384 empty, and one of 12288 a quarter. The library takes five blocks of 2048 for the one, with
+# half a block left over, and three of 4096 for the other, with nothing:
+# :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 9216` and
+# :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 12288`.
 
 # %%
 # Three ways to one sum
@@ -837,7 +838,7 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
-# From there on the rate should rise with :math:`N`. The curve of the backward pass has teeth: it drops where a row has
+# With longer rows the rate should rise. The curve of the backward pass has teeth: it drops where a row has
 # just outgrown its block, and climbs as the next one fills. Beyond :math:`N = 5120` a block has 2048 numbers, and a
 # multiprocessor room for one program. Beyond 8192 a row and its sums no longer fit into registers. Up to 16384 columns
 # of 16 bits, Hopper has room for `x`, `dy` and the weight in its shared memory, from where they can be read twice, and

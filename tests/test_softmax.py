@@ -156,7 +156,7 @@ def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
 @pytest.mark.gpu
 @OPS
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-@pytest.mark.parametrize("shape", [(70, 45_200), (40, 70_001), (7, 300_000), (3, 1_000_008), (1, 5_000_001)], ids=str)
+@pytest.mark.parametrize("shape", [(70, 45_200), (40, 70_001), (7, 300_000), (3, 1_000_008), (2, 5_000_001)], ids=str)
 def test_few_rows_on_several_multiprocessors(op, dtype, shape, device):
     if not is_hopper(device):
         pytest.skip("these kernels are Hopper's")
@@ -214,6 +214,22 @@ def test_long_rows_with_a_float64_result(op, dtype, shape, device):
 def test_the_last_row_ends_with_the_memory(op, n_rows, device):
     check(op, torch.randn(n_rows, 20_001, device=device).mul(3).half())
     check(op, torch.randn(n_rows, 20_007, device=device).mul(3).half()[:, :-6])
+
+
+@pytest.mark.gpu
+@OPS
+@pytest.mark.parametrize("step", [1, 3, 8])
+def test_rows_that_overlap(op, step, device):
+    check(op, torch.randn(20_001 + 300 * step, device=device).mul(3).half().unfold(0, 20_001, step))
+
+
+def test_rows_that_overlap_are_not_read_past_their_memory():
+    module = pytest.importorskip("triton_gallery.hopper.softmax", exc_type=ImportError)
+    supported = {
+        step: module.supported_rows(torch.empty(20_001 + 8 * 300 + 7, device="meta").half(), 300, 20_001, step)
+        for step in (1, 9)
+    }
+    assert supported == {1: 0, 9: 299}
 
 
 @OPS

@@ -18,7 +18,7 @@ from ._replay import replayed
 # own up to this many elements; the forward pass reads longer ones twice.
 _FWD_MAX_BYTES = 98304
 _FWD_MAX_ODD = 24576
-# About this many elements at a time keep one program busy: short rows share a program, long rows are cut.
+# Short rows share a program, so many that it has about this many elements.
 _FWD_TILE = 2048
 # Longer rows than this have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024

@@ -39,7 +39,7 @@ def _exp(x, DTYPE: tl.constexpr):
     if DTYPE == tl.float32 or DTYPE == tl.float64:
         return tl.exp(x)
     else:
-        # The hardware's instruction is exp2. Numbers under 1e-38, which take tl.exp four instructions more, become 0.
+        # The hardware's instruction is exp2. Results under 1e-38, for which tl.exp takes four more, become 0.
         return tl.exp2(x * 1.4426950408889634)
 
 
@@ -857,11 +857,11 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         twice, the second time from the L2 cache while it fits there. On Hopper a longer 16-bit or float32 row is read
         once, too, if x is 16-byte aligned and so is the distance from a row's end to the next row: up to 88 KiB of it
         lie on one multiprocessor, more of it (up to 24 MiB on an H200) in parts on several, which exchange their maxima
-        and sums, provided that all rows together have at least 4 MiB. Elsewhere a few rows of 128 KiB or more are cut
-        into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as with
-        any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for float64 and in
-        the backward pass). The result repeats bit for bit. The gradient has kernels of its own and can be
-        differentiated again.
+        and sums, provided that there are at least two rows and 4 MiB in all. Elsewhere a few rows of 128 KiB or more
+        are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory,
+        as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
+        float64, in the backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit
+        for bit. The gradient has kernels of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery

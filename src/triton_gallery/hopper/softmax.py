@@ -198,9 +198,12 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
         n_parts = cdiv(row_bytes, _MAX_PART_BYTES)
         if n_rows * row_bytes < _MIN_BYTES_OF_PARTS or n_parts > _MAX_PROGRAMS * num_multiprocessors(x.device):
             return 0
-    # The kernel reads whole vectors of 16 bytes. That of the last row's end may reach past the memory of x.
+    # The kernel reads whole vectors of 16 bytes. That of the last row's end may reach past the memory of x, and so may
+    # those of other rows, if rows begin less than 16 bytes apart.
     end = ((n_rows - 1) * row_stride + n_cols) * x.element_size()
-    return n_rows if end % 16 == 0 else n_rows - 1
+    if end % 16 == 0:
+        return n_rows
+    return n_rows - 1 if row_stride * x.element_size() >= 16 else 0
 
 
 def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, is_log: bool) -> None:
