@@ -455,9 +455,10 @@ tg.codegen.inspect(tg.add, x, x)
 # %%
 # The widest load moves 128 bits, four float32 at a time. No load of an H200 is wider, and we did not ask for it: the
 # compiler saw that the addresses of a block follow each other, that the tensors start at a multiple of 16 bytes, and
-# that `n_elements` is a multiple of 16, so that the mask never cuts such a group in two. Registers suffice, without
-# *spills* to memory, and shared memory, where the threads of a program exchange data, is not needed: no
-# element depends on another. (Stages are for loops, and come with page two.)
+# that `n_elements` is a multiple of 16, so that the mask never cuts such a group in two. (Where it is none, all programs
+# would load number by number. From :math:`2^{20}` elements on `tg.add` therefore launches the kernel twice, the second
+# time on the last few.) Registers suffice, without *spills* to memory, and shared memory, where the threads of a
+# program exchange data, is not needed: no element depends on another. (Stages are for loops, and come with page two.)
 #
 # The way from the source to these instructions has four stops, and at each of them the compiler says which line of the
 # source an instruction came from. *TTIR* is our kernel with the types written out: blocks are still blocks. *TTGIR*
@@ -475,11 +476,10 @@ print(report.summary())
 
 # %%
 # Small vectors are bound by neither memory nor arithmetic: a launch takes its time whatever the kernel does, so the
-# rate grows in proportion to the size. From 64 MiB per tensor on, all providers approach the rate of a copy. They must:
-# they move the same bytes. (At :math:`2^{22}` elements `torch.compile` falls to
-# :measured:`vector-add-fp32: torch.compile at 4194304`, with a wide spread, so this is nothing that its kernel does.) A
-# kernel this plain cannot win by computing less, and later pages win by moving less: softmax, next, keeps in registers
-# what torch's separate operations write to memory and read again.
+# rate grows in proportion to the size. A copy of as many bytes, the dotted line, has to be launched as well, and all
+# providers follow it from end to end. They must: they move the same bytes. A kernel this plain cannot win by computing
+# less, and later pages win by moving less: softmax, next, keeps in registers what torch's separate operations write to
+# memory and read again.
 #
 # On the GPU of the record, ours runs at :measured:`vector-add-fp32: triton_gallery / limit at 268435456` of the copy's
 # rate with 2²⁸ elements. (A sum reads two tensors and writes one, which suits this memory slightly better than a copy
