@@ -457,8 +457,9 @@ tg.codegen.inspect(tg.add, x, x)
 # compiler saw that the addresses of a block follow each other, that the tensors start at a multiple of 16 bytes, and
 # that `n_elements` is a multiple of 16, so that the mask never cuts such a group in two. (Where it is none, all
 # programs would load number by number. From :math:`2^{20}` elements on `tg.add` therefore launches the kernel twice,
-# the second time on the last few.) Registers suffice, without *spills* to memory, and shared memory, where the threads of a
-# program exchange data, is not needed: no element depends on another. (Stages are for loops, and come with page two.)
+# the second time on the last few.) Registers suffice, without *spills* to memory, and shared memory, where the threads
+# of a program exchange data, is not needed: no element depends on another. (Stages are for loops, and come with page
+# two.)
 #
 # The way from the source to these instructions has four stops, and at each of them the compiler says which line of the
 # source an instruction came from. *TTIR* is our kernel with the types written out: blocks are still blocks. *TTGIR*

@@ -241,10 +241,10 @@ class Report:
         peers = iter(_PEER_STYLES)
         for name in self.providers:
             if name == COPY:
-                style = {"color": "#333333", "linestyle": ":", "linewidth": 1.5, "marker": "" if is_scale else "_"}
+                style = {"color": "#333333", "marker": "" if is_scale else "_", "linewidth": 1.5, "markersize": 16}
             else:
                 style = _OUR_STYLE if name == OURS else next(peers, {"color": "#777777", "marker": "."})
-                style = {"linestyle": "-" if is_scale else "", **style}
+            line = "" if not is_scale else ":" if name == COPY else "-"
             rows = [row for row in r["rows"] if row["provider"] == name]
             at = [place[row["x"]] for row in rows]
             median, low, high = ([row[key] for row in rows] for key in FIGURES)
@@ -252,7 +252,7 @@ class Report:
                 ax.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
             else:
                 ax.vlines(at, low, high, color=style["color"])
-            ax.plot(at, median, label=name, **style)
+            ax.plot(at, median, label=name, linestyle=line, **style)
         if r["limit"]:
             ax.axhline(r["limit"]["value"], color="#333333", linestyle="--", linewidth=1.2, label=self._limit()[0])
         if r.get("x_log"):
