@@ -704,12 +704,15 @@ except ValueError as error:
 # as well, by atomic additions. Their order is whatever happens, floating-point addition depends on the order, and so
 # :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do not.
 #
-# A third kernel sums nothing in memory. A program owns 128 rows of one gradient, keeps them in registers and walks
-# along all tiles that add to them, as the forward kernel does. For all three gradients these are eight products, since
-# each walk needs the scores anew. It serves rows of more than 128 numbers: registers cannot hold :math:`dK` and
-# :math:`dV` of 64 keys at a time there. And it is a way to the same bits every time. Whoever needs those says so in
-# torch's own words: after `torch.use_deterministic_algorithms(True)`, the kernel with the one walk leaves :math:`dQ`
-# out, and the third one makes it, which is seven products. (Without a GPU it is always the two walks from further up.)
+# Two more kernels sum nothing in memory. In one of them a program owns 128 queries and keeps their :math:`dQ` in
+# registers while it walks along the keys, as the forward kernel does. In the other it owns 64 keys, and the registers
+# of one warp group cannot hold :math:`dK` and :math:`dV` of long rows together. So the two consumers divide the work:
+# one computes the probabilities and adds up :math:`dV`, and hands them through shared memory to the other one, which
+# computes :math:`dS` and adds up :math:`dK`. Each of the two walks needs :math:`S` and :math:`dP`, which makes seven
+# products. They serve rows of more than 128 numbers, and the first of them is a way to the same bits every time.
+# Whoever needs those says so in torch's own words: after `torch.use_deterministic_algorithms(True)`, the kernel with
+# the one walk leaves :math:`dQ` out, and that of the queries makes it, which is seven products as well. (Without a GPU
+# it is always the two walks from further up.)
 
 half = [torch.randn(1, 2, 300, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
 torch.use_deterministic_algorithms(True)
@@ -1396,7 +1399,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # keys, and these have 64. The backward passes with 160, 192 and 256 are at
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 160`,
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 192` and
-# :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256`: eight products instead of five, but no sums
+# :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 256`: seven products instead of five, but no sums
 # in memory.
 #
 # Latent attention has room for 128 keys. With 4096 positions its forward pass runs at

@@ -176,7 +176,19 @@ def test_kernels_for_hopper_of_any_lengths(seq_q, seq_k, is_causal, head_dim, de
 @BOTH_WAYS
 @pytest.mark.parametrize(
     "head_dims",
-    [(5, 5), (64, 100), (72, 72), (80, 96), (96, 40), (96, 256), (192, 96), (192, 128), (192, 180), (200, 200)],
+    [
+        (5, 5),
+        (40, 160),
+        (64, 100),
+        (72, 72),
+        (80, 96),
+        (96, 40),
+        (96, 256),
+        (192, 96),
+        (192, 128),
+        (192, 180),
+        (200, 200),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window": (40, 7)}], ids=str)

@@ -248,7 +248,7 @@ def test_kernels_of_the_deterministic_mode_compile_within_limits(dtype):
         calls, codegen._compile(codegen._pack(calls, ("sm_90",), keep_asm=False)), strict=True
     ):
         check(kernels, "sm_90", allowed.get((args[0].shape[-1], *kwargs), 8))
-        assert {"_attention_bwd_hopper_kernel", "_attention_gradient_hopper_kernel"} <= {k.name for k in kernels}
+        assert {"_attention_bwd_hopper_kernel", "_attention_dq_hopper_kernel"} <= {k.name for k in kernels}
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from .attention_forward import L2_BYTES, LOG2_E
-from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_gradient, own_tile
+from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_dkdv, fill_dq, own_tile
 from .attention_rows import (
     allocate,
     columns,
@@ -490,10 +490,7 @@ def backward(
             EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
         )  # fmt: skip
     else:
-        # What is the lower limit to queries is the upper one to keys.
-        limits = (None if upper is None else -upper, None if lower is None else -lower)
-        fill_gradient("k", tma_dk, k, v, q, dout, stats, stats_desc, *limits, scale)
-        fill_gradient("v", tma_dv, k, v, q, dout, stats, stats_desc, *limits, scale)
+        fill_dkdv(tma_dk, tma_dv, q, dout, k, v, stats, stats_desc, lower, upper, scale)
     tma_dq = dq
     if sums_dq:
         launch(
@@ -503,7 +500,7 @@ def backward(
         )  # fmt: skip
     else:
         tma_dq = dq if tma_can_address(dq) else padded(dq)
-        fill_gradient("q", tma_dq, q, dout, k, v, stats, stats_desc, lower, upper, scale)
+        fill_dq(tma_dq, q, dout, k, v, stats, lower, upper, scale)
     for target, x in ((tma_dq, dq), (tma_dk, dk), (tma_dv, dv)):
         if target is not x:
             x.copy_(target)

@@ -1,9 +1,9 @@
-"""Flash attention backward for Hopper, in Gluon: dQ, dK and dV one after another, each in a fixed order of additions.
+"""Flash attention backward for Hopper, in Gluon: dQ by one kernel, dK and dV by another, in fixed orders of additions.
 
 `attention_backward` multiplies each pair of tiles once, and for that has to sum dQ in memory. Here nothing is summed in
-memory: a program owns rows of one gradient, keeps them in registers and walks all that adds to them, as the forward
-does. For three gradients the scores are computed three times, dO Vᵀ twice: eight products of tiles instead of five.
-This is the way for rows past 128 numbers, where registers cannot hold dK and dV together, and for dQ of shorter rows
+memory: a program owns rows of its gradients, keeps them in registers and walks all that adds to them, as the forward
+does. For that the scores and dO Vᵀ are computed twice: seven products of tiles instead of five. This is the way for
+rows past 128 numbers, where the registers of one warp group cannot hold dK and dV together, and for dQ of shorter rows
 where each run has to give the same bits.
 """
 
@@ -19,6 +19,7 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
+    named_barrier,
     opaque,
     phase,
     store_wait,
@@ -68,309 +69,519 @@ def own_tile(n_tiles, heads_per_section, HAS_LIMIT: gl.constexpr):
 
 @gluon.jit
 def _tiles_to_walk(
-    tile, n_own, n_walked, lower, upper, ROWS: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr
-):
-    """The first tile of the other side that the program's rows need, and the end of them."""
+    row, n_rows, n_walked, lower, upper,
+    OWN_ROWS: gl.constexpr, ROWS: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+):  # fmt: skip
+    """The first tile of the other side that OWN_ROWS rows from `row` on need, and the end of them."""
     begin = 0
     end = gl.cdiv(n_walked, ROWS)
     if HAS_UPPER:
-        end = gl.minimum(gl.cdiv(gl.maximum(gl.minimum((tile + 1) * 128, n_own) + upper, 0), ROWS), end)
+        end = gl.minimum(gl.cdiv(gl.maximum(gl.minimum(row + OWN_ROWS, n_rows) + upper, 0), ROWS), end)
     if HAS_LOWER:
-        begin = gl.minimum(gl.maximum(tile * 128 + lower, 0) // ROWS, end)
+        begin = gl.minimum(gl.maximum(row + lower, 0) // ROWS, end)
     return begin, end
 
 
 @gluon.jit
-def _gradient_tile(n_tiles, heads_per_section, GRADIENT: gl.constexpr, HAS_LIMIT: gl.constexpr):
-    """Which tile of which head this program owns. Under a causal mask the last queries have the longest walk."""
-    tile, head = own_tile(n_tiles, heads_per_section, HAS_LIMIT)
-    if GRADIENT == "q":
-        tile = n_tiles - 1 - tile
-    return tile, head
-
-
-@gluon.jit
-def _gradient_producer(
-    own_x_desc, own_y_desc, x_desc, y_desc, stats_desc, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
-    own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads, n_walked_heads,
-    heads_per_section, lower, upper,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GRADIENT: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr,
-):  # fmt: skip
-    """Copies what the program owns once, then X and Y of one step after another, with the statistics of its queries."""
-    X_PIECES: gl.constexpr = num_pieces(BLOCK_D)
-    Y_PIECES: gl.constexpr = num_pieces(BLOCK_DV)
-    X_STAGES: gl.constexpr = x_full.shape[0]
-    Y_STAGES: gl.constexpr = y_full.shape[0]
-    ROWS: gl.constexpr = x_smem.shape[3]
-    tile, head = _gradient_tile(n_tiles, heads_per_section, GRADIENT, HAS_LOWER or HAS_UPPER)
-    batch = head // n_own_heads
-    own_head = head % n_own_heads
-    Y_BYTES: gl.constexpr = 0 if GRADIENT == "v" else Y_PIECES * own_y_desc.block_type.nbytes
-    mbarrier.expect(own_full, 2 * (X_PIECES * own_x_desc.block_type.nbytes + Y_BYTES))
-    for c in gl.static_range(2):
-        row = tile * 128 + c * 64
-        load_rows(own_x_desc, batch, own_head, row, own_x_smem, c, own_full, X_PIECES)
-        if GRADIENT != "v":
-            load_rows(own_y_desc, batch, own_head, row, own_y_smem, c, own_full, Y_PIECES)
-    begin, end = _tiles_to_walk(tile, n_own, n_walked, lower, upper, ROWS, HAS_LOWER, HAS_UPPER)
-    # Queries walk one head of keys; keys walk every head of queries that shares them.
-    group_size = gl.maximum(n_walked_heads // n_own_heads, 1)
-    first_head = own_head // gl.maximum(n_own_heads // n_walked_heads, 1) * group_size
-    N_STATS: gl.constexpr = 0 if GRADIENT == "q" else 1 if GRADIENT == "v" else 2  # lse, delta
-    step = 0
-    for walked_head in range(first_head, first_head + group_size):
-        for i in range(begin, end):
-            stage = step % X_STAGES
-            mbarrier.wait(x_empty.index(stage), phase(step, X_STAGES) ^ 1)
-            x_bytes: gl.constexpr = X_PIECES * x_desc.block_type.nbytes + N_STATS * stats_desc.block_type.nbytes
-            mbarrier.expect(x_full.index(stage), x_bytes)
-            load_rows(x_desc, batch, walked_head, i * ROWS, x_smem, stage, x_full.index(stage), X_PIECES)
-            for c in gl.static_range(N_STATS):
-                stats_row = ((batch * n_walked_heads + walked_head) * n_q_tiles + i) * 2 + c
-                smem = as_row(stats_smem.index(2 * stage + c), stats_desc.layout)
-                async_load(stats_desc, [stats_row, 0], x_full.index(stage), smem)
-            stage = step % Y_STAGES
-            mbarrier.wait(y_empty.index(stage), phase(step, Y_STAGES) ^ 1)
-            mbarrier.expect(y_full.index(stage), Y_PIECES * y_desc.block_type.nbytes)
-            load_rows(y_desc, batch, walked_head, i * ROWS, y_smem, stage, y_full.index(stage), Y_PIECES)
-            step += 1
-
-
-@gluon.jit
-def _gradient_step(
-    step, acc, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem, x_full, x_empty, y_full, y_empty,
-    own_lse, own_delta, row, tile, n_walked, lower, upper, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GRADIENT: gl.constexpr, MASK: gl.constexpr, EVEN: gl.constexpr,
-):  # fmt: skip
-    """This consumer's rows against one tile: dQ += dS K, dK += dSᵀ Q or dV += Pᵀ dO; P and dS have its rows."""
-    X_STAGES: gl.constexpr = x_full.shape[0]
-    Y_STAGES: gl.constexpr = y_full.shape[0]
-    ROWS: gl.constexpr = x_smem.shape[3]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    x_stage = step % X_STAGES
-    y_stage = step % Y_STAGES
-    x = parts(x_smem, x_stage, BLOCK_D, num_pieces(BLOCK_D))
-    y = parts(y_smem, y_stage, BLOCK_DV, num_pieces(BLOCK_DV))
-    # Opaque, so that each step computes the operands' addresses: kept in registers they would push other values out.
-    own = opaque(row // 64 % 2)
-    own_x = parts(own_x_smem, own, BLOCK_D, num_pieces(BLOCK_D))
-    own_y = parts(own_y_smem, own, BLOCK_DV, num_pieces(BLOCK_DV))
-    mbarrier.wait(x_full.index(x_stage), phase(step, X_STAGES))
-    s_token = start_scores(own_x, x)
-    mbarrier.wait(y_full.index(y_stage), phase(step, Y_STAGES))
-    if GRADIENT == "v":
-        s = warpgroup_mma_wait(0, deps=(s_token,))
-    else:
-        dp_token = start_scores(own_y, y)
-        s = warpgroup_mma_wait(len(y), deps=(s_token,))
-    if MASK:
-        s = _mask(s, row, tile * ROWS, lower, upper)
-    if not EVEN:
-        s = gl.where(tile * ROWS + gl.arange(0, ROWS, COLS)[None, :] < n_walked, s, float("-inf"))
-    if GRADIENT == "q":
-        p = gl.exp2(s * scale_log2 - own_lse[:, None])
-    else:
-        p = gl.exp2(s * scale_log2 - stats_smem.index(2 * x_stage).load(COLS)[None, :])
-    if GRADIENT == "v":
-        mbarrier.arrive(x_empty.index(x_stage), count=1)
-        weights = p
-        right = y
-    else:
-        dp = warpgroup_mma_wait(0, deps=(dp_token,))
-        mbarrier.arrive(y_empty.index(y_stage), count=1)
-        if GRADIENT == "q":
-            weights = p * (dp - own_delta[:, None])
-        else:
-            weights = p * (dp - stats_smem.index(2 * x_stage + 1).load(COLS)[None, :])
-        right = x
-    acc = wait_sums(start_sums(weights.to(x_smem.dtype), right, acc), 0)
-    if GRADIENT == "v":
-        mbarrier.arrive(y_empty.index(y_stage), count=1)
-    else:
-        mbarrier.arrive(x_empty.index(x_stage), count=1)
-    return acc
-
-
-@gluon.jit
-def _gradient_consumer(
-    out_desc, stats_ptr, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
-    own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads, n_walked_heads,
-    heads_per_section, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GRADIENT: gl.constexpr, HAS_LOWER: gl.constexpr,
-    HAS_UPPER: gl.constexpr, EVEN: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """Owns 64 rows of the gradient: keeps them in registers while the other side's tiles pass by."""
-    ROWS: gl.constexpr = x_smem.shape[3]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    WIDTH: gl.constexpr = BLOCK_DV if GRADIENT == "v" else BLOCK_D
-    tile, head = _gradient_tile(n_tiles, heads_per_section, GRADIENT, HAS_LOWER or HAS_UPPER)
-    row = tile * 128 + CONSUMER * 64
-    # The statistics of the program's own queries; keys have none.
-    own_lse = 0
-    own_delta = 0
-    if GRADIENT == "q":
-        stats_row = (head * n_q_tiles + row // 64).to(gl.int64) * 2
-        own_stats_ptr = stats_ptr + stats_row * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-        own_lse = gl.load(own_stats_ptr)
-        own_delta = gl.load(own_stats_ptr + 64)
-    begin, end = _tiles_to_walk(tile, n_own, n_walked, lower, upper, ROWS, HAS_LOWER, HAS_UPPER)
-    # Tiles that the lower limit cuts, whole ones, tiles that the upper limit cuts.
+def _bounds(row, begin, end, lower, upper, ROWS: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr):
+    """Where the tiles begin that the lower limit cuts for 64 rows, then whole ones, then those that the upper cuts."""
     full_begin = begin
     full_end = end
     if HAS_LOWER:
         full_begin = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(row + 63 + lower, 0), ROWS), begin), end)
     if HAS_UPPER:
         full_end = gl.minimum(gl.maximum(gl.maximum(row + upper + 1, 0) // ROWS, full_begin), end)
-    bounds = (begin, full_begin, full_end, end)
-    acc = zero_sums(64, WIDTH)
+    return begin, full_begin, full_end, end
+
+
+# --- dQ ---------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _dq_tile(n_tiles, heads_per_section, HAS_LIMIT: gl.constexpr):
+    """Which query tile of which head this program owns. Under a causal mask the last queries have the longest walk."""
+    tile, head = own_tile(n_tiles, heads_per_section, HAS_LIMIT)
+    return n_tiles - 1 - tile, head
+
+
+@gluon.jit
+def _dq_producer(
+    q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, k_smem, v_smem,
+    own_full, k_full, k_empty, v_full, v_empty, n_tiles, seq_q, seq_kv, n_heads, n_kv_heads, heads_per_section,
+    lower, upper,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+):  # fmt: skip
+    """Copies the program's Q and dO once, then K and V of one step after another."""
+    D_PIECES: gl.constexpr = num_pieces(BLOCK_D)
+    DV_PIECES: gl.constexpr = num_pieces(BLOCK_DV)
+    K_STAGES: gl.constexpr = k_full.shape[0]
+    V_STAGES: gl.constexpr = v_full.shape[0]
+    ROWS: gl.constexpr = k_smem.shape[3]
+    tile, head = _dq_tile(n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    batch = head // n_heads
+    own_head = head % n_heads
+    mbarrier.expect(own_full, 2 * (D_PIECES * q_desc.block_type.nbytes + DV_PIECES * dout_desc.block_type.nbytes))
+    for c in gl.static_range(2):
+        row = tile * 128 + c * 64
+        load_rows(q_desc, batch, own_head, row, q_smem, c, own_full, D_PIECES)
+        load_rows(dout_desc, batch, own_head, row, dout_smem, c, own_full, DV_PIECES)
+    begin, end = _tiles_to_walk(tile * 128, seq_q, seq_kv, lower, upper, 128, ROWS, HAS_LOWER, HAS_UPPER)
+    kv_head = own_head // (n_heads // n_kv_heads)
+    for i in range(begin, end):
+        step = i - begin
+        stage = step % K_STAGES
+        mbarrier.wait(k_empty.index(stage), phase(step, K_STAGES) ^ 1)
+        mbarrier.expect(k_full.index(stage), D_PIECES * k_desc.block_type.nbytes)
+        load_rows(k_desc, batch, kv_head, i * ROWS, k_smem, stage, k_full.index(stage), D_PIECES)
+        stage = step % V_STAGES
+        mbarrier.wait(v_empty.index(stage), phase(step, V_STAGES) ^ 1)
+        mbarrier.expect(v_full.index(stage), DV_PIECES * v_desc.block_type.nbytes)
+        load_rows(v_desc, batch, kv_head, i * ROWS, v_smem, stage, v_full.index(stage), DV_PIECES)
+
+
+@gluon.jit
+def _dq_step(
+    step, dq, q_smem, dout_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, delta, row, tile, seq_kv,
+    lower, upper, scale_log2,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASK: gl.constexpr, EVEN_KV: gl.constexpr,
+):  # fmt: skip
+    """This consumer's queries against one tile of keys: dQ += dS K."""
+    K_STAGES: gl.constexpr = k_full.shape[0]
+    V_STAGES: gl.constexpr = v_full.shape[0]
+    ROWS: gl.constexpr = k_smem.shape[3]
+    COLS: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+    k_stage = step % K_STAGES
+    v_stage = step % V_STAGES
+    k = parts(k_smem, k_stage, BLOCK_D, num_pieces(BLOCK_D))
+    v = parts(v_smem, v_stage, BLOCK_DV, num_pieces(BLOCK_DV))
+    # Opaque, so that each step computes the operands' addresses: kept in registers they would push other values out.
+    own = opaque(row // 64 % 2)
+    q = parts(q_smem, own, BLOCK_D, num_pieces(BLOCK_D))
+    dout = parts(dout_smem, own, BLOCK_DV, num_pieces(BLOCK_DV))
+    mbarrier.wait(k_full.index(k_stage), phase(step, K_STAGES))
+    s_token = start_scores(q, k)
+    mbarrier.wait(v_full.index(v_stage), phase(step, V_STAGES))
+    dp_token = start_scores(dout, v)
+    s = warpgroup_mma_wait(len(v), deps=(s_token,))
+    if MASK:
+        s = _mask(s, row, tile * ROWS, lower, upper)
+    if not EVEN_KV:
+        s = gl.where(tile * ROWS + gl.arange(0, ROWS, COLS)[None, :] < seq_kv, s, float("-inf"))
+    p = gl.exp2(s * scale_log2 - lse[:, None])
+    dp = warpgroup_mma_wait(0, deps=(dp_token,))
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    ds = p * (dp - delta[:, None])
+    dq = wait_sums(start_sums(ds.to(k_smem.dtype), k, dq), 0)
+    mbarrier.arrive(k_empty.index(k_stage), count=1)
+    return dq
+
+
+@gluon.jit
+def _dq_consumer(
+    dq_desc, stats_ptr, q_smem, dout_smem, k_smem, v_smem, own_full, k_full, k_empty, v_full, v_empty,
+    n_tiles, n_q_tiles, seq_q, seq_kv, n_heads, heads_per_section, lower, upper, scale, scale_log2,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Owns 64 queries: keeps their dQ in registers while the tiles of keys pass by."""
+    ROWS: gl.constexpr = k_smem.shape[3]
+    OWN: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+    tile, head = _dq_tile(n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    row = tile * 128 + CONSUMER * 64
+    own_stats_ptr = stats_ptr + (head * n_q_tiles + row // 64).to(gl.int64) * 128 + gl.arange(0, 64, OWN)
+    lse = gl.load(own_stats_ptr)
+    delta = gl.load(own_stats_ptr + 64)
+    begin, end = _tiles_to_walk(tile * 128, seq_q, seq_kv, lower, upper, 128, ROWS, HAS_LOWER, HAS_UPPER)
+    bounds = _bounds(row, begin, end, lower, upper, ROWS, HAS_LOWER, HAS_UPPER)
+    dq = zero_sums(64, BLOCK_D)
     mbarrier.wait(own_full, 0)
-    step = 0
-    for _ in range(gl.maximum(n_walked_heads // n_own_heads, 1)):
-        for part in gl.static_range(0 if HAS_LOWER else 1, 3 if HAS_UPPER else 2):
-            for i in range(bounds[part], bounds[part + 1]):
-                acc = _gradient_step(
-                    step + i - begin, acc, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
-                    x_full, x_empty, y_full, y_empty, own_lse, own_delta, row, i, n_walked, lower, upper, scale_log2,
-                    BLOCK_D, BLOCK_DV, GRADIENT, part != 1, EVEN,
-                )  # fmt: skip
-        step += end - begin
-    if GRADIENT != "v":
-        acc = scale_sums(acc, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
-    out_smem = own_y_smem if GRADIENT == "v" else own_x_smem
-    PIECES: gl.constexpr = num_pieces(WIDTH)
-    store_rows(parts(out_smem, CONSUMER, WIDTH, PIECES), acc)
+    for part in gl.static_range(0 if HAS_LOWER else 1, 3 if HAS_UPPER else 2):
+        for i in range(bounds[part], bounds[part + 1]):
+            dq = _dq_step(
+                i - begin, dq, q_smem, dout_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, delta, row, i,
+                seq_kv, lower, upper, scale_log2, BLOCK_D, BLOCK_DV, part != 1, EVEN_KV,
+            )  # fmt: skip
+    dq = scale_sums(dq, gl.full([64], scale, gl.float32, OWN))
+    PIECES: gl.constexpr = num_pieces(BLOCK_D)
+    store_rows(parts(q_smem, CONSUMER, BLOCK_D, PIECES), dq)
     fence_async_shared()
-    store_tile(out_desc, head // n_own_heads, head % n_own_heads, row, out_smem, CONSUMER, WIDTH, PIECES)
+    store_tile(dq_desc, head // n_heads, head % n_heads, row, q_smem, CONSUMER, BLOCK_D, PIECES)
     store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "n_tiles", "n_q_tiles", "n_own", "n_walked", "n_own_heads", "n_walked_heads", "heads_per_section", "lower",
-        "upper",
+        "n_tiles", "n_q_tiles", "seq_q", "seq_kv", "n_heads", "n_kv_heads", "heads_per_section", "lower", "upper",
     ]
 )  # fmt: skip
-def _attention_gradient_hopper_kernel(
-    own_x_desc,  # (batch, n_own_heads, n_own, head_dim): q for dQ, k for dK and dV
-    own_y_desc,  # likewise, with head_dim_v: dO for dQ, v for dK, not read for dV
-    x_desc,  # (batch, n_walked_heads, n_walked, head_dim): k for dQ, q for dK and dV
-    y_desc,  # likewise, with head_dim_v: v for dQ, dO for dK and dV
-    out_desc,  # the gradient, shaped as own_x (for dV as v)
+def _attention_dq_hopper_kernel(
+    q_desc,  # (batch, n_heads, seq_q, head_dim)
+    dout_desc,  # (batch, n_heads, seq_q, head_dim_v)
+    k_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
+    v_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
+    dq_desc,  # as q
     stats_ptr,  # (batch * n_heads * n_q_tiles * 2, 64): of each query tile lse in base 2, then delta
-    stats_desc,  # the same
-    n_tiles,  # of 128 rows
+    n_tiles,  # of 128 queries
     n_q_tiles,  # of 64 queries
-    n_own,
-    n_walked,
-    n_own_heads,
-    n_walked_heads,
+    seq_q,
+    seq_kv,
+    n_heads,
+    n_kv_heads,
     heads_per_section,
     lower,
     upper,
     scale,
     scale_log2,
-    ROWS: gl.constexpr,
+    ROWS: gl.constexpr,  # keys of a step
     BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
     BLOCK_DV: gl.constexpr,  # of v and dO; each is one of WIDTHS
-    X_STAGES: gl.constexpr,
-    Y_STAGES: gl.constexpr,
-    GRADIENT: gl.constexpr,  # "q", "k" or "v"
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
-    EVEN: gl.constexpr,  # 128 divides the number of keys that queries walk, so that no tile passes their end
+    EVEN_KV: gl.constexpr,  # 128 divides the number of keys, so that no tile passes their end
 ):
-    """A program owns 128 rows; row i gets what the rows from i + lower to i + upper of the other side add to it."""
-    own_x_smem = allocate(2, own_x_desc, num_pieces(BLOCK_D))
-    # dV needs no V; it leaves through V's place, for which rows of 256 leave no room but that of K.
-    if GRADIENT == "v" and BLOCK_D == BLOCK_DV:
-        own_y_smem = own_x_smem
-    else:
-        own_y_smem = allocate(2, own_y_desc, num_pieces(BLOCK_DV))
-    x_smem = allocate(X_STAGES, x_desc, num_pieces(BLOCK_D))
-    y_smem = allocate(Y_STAGES, y_desc, num_pieces(BLOCK_DV))
-    stats_smem = gl.allocate_shared_memory(gl.float32, [2 * X_STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    """A program owns 128 queries; query i gets what the keys from i + lower to i + upper add to it."""
+    q_smem = allocate(2, q_desc, num_pieces(BLOCK_D))
+    dout_smem = allocate(2, dout_desc, num_pieces(BLOCK_DV))
+    k_smem = allocate(K_STAGES, k_desc, num_pieces(BLOCK_D))
+    v_smem = allocate(V_STAGES, v_desc, num_pieces(BLOCK_DV))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], BARRIER)
-    x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], BARRIER)
-    y_full = gl.allocate_shared_memory(gl.int64, [Y_STAGES, 1], BARRIER)
-    y_empty = gl.allocate_shared_memory(gl.int64, [Y_STAGES, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BARRIER)
     mbarrier.init(own_full, count=1)
-    for i in gl.static_range(X_STAGES):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=2)
-    for i in gl.static_range(Y_STAGES):
-        mbarrier.init(y_full.index(i), count=1)
-        mbarrier.init(y_empty.index(i), count=2)
+    for i in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+    for i in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
     # fmt: off
     gl.warp_specialize([
-        (_gradient_producer, (
-            own_x_desc, own_y_desc, x_desc, y_desc, stats_desc, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
-            own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads,
-            n_walked_heads, heads_per_section, lower, upper,
-            BLOCK_D, BLOCK_DV, GRADIENT, HAS_LOWER, HAS_UPPER)),
-        (_gradient_consumer, (
-            out_desc, stats_ptr, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
-            own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads,
-            n_walked_heads, heads_per_section, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, GRADIENT, HAS_LOWER, HAS_UPPER, EVEN, 0)),
-        (_gradient_consumer, (
-            out_desc, stats_ptr, own_x_smem, own_y_smem, x_smem, y_smem, stats_smem,
-            own_full, x_full, x_empty, y_full, y_empty, n_tiles, n_q_tiles, n_own, n_walked, n_own_heads,
-            n_walked_heads, heads_per_section, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, GRADIENT, HAS_LOWER, HAS_UPPER, EVEN, 1)),
+        (_dq_producer, (
+            q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, k_smem, v_smem,
+            own_full, k_full, k_empty, v_full, v_empty, n_tiles, seq_q, seq_kv, n_heads, n_kv_heads,
+            heads_per_section, lower, upper, BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER)),
+        (_dq_consumer, (
+            dq_desc, stats_ptr, q_smem, dout_smem, k_smem, v_smem, own_full, k_full, k_empty, v_full, v_empty,
+            n_tiles, n_q_tiles, seq_q, seq_kv, n_heads, heads_per_section, lower, upper, scale, scale_log2,
+            BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, EVEN_KV, 0)),
+        (_dq_consumer, (
+            dq_desc, stats_ptr, q_smem, dout_smem, k_smem, v_smem, own_full, k_full, k_empty, v_full, v_empty,
+            n_tiles, n_q_tiles, seq_q, seq_kv, n_heads, heads_per_section, lower, upper, scale, scale_log2,
+            BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, EVEN_KV, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
 
-def fill_gradient(
-    gradient: str,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    walked_x: torch.Tensor,
-    walked_y: torch.Tensor,
+# --- dK and dV --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _dkdv_producer(
+    k_desc, v_desc, q_desc, dout_desc, stats_desc, k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem,
+    own_full, q_full, q_empty, dout_full, dout_empty, n_tiles, n_q_tiles, seq_q, seq_kv, n_heads, n_kv_heads,
+    heads_per_section, lower, upper,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+):  # fmt: skip
+    """Copies the program's K and V once, then Q and dO of one step after another, with the statistics of their rows."""
+    D_PIECES: gl.constexpr = num_pieces(BLOCK_D)
+    DV_PIECES: gl.constexpr = num_pieces(BLOCK_DV)
+    STAGES: gl.constexpr = q_full.shape[0]
+    tile, kv_head = own_tile(n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    batch = kv_head // n_kv_heads
+    own_head = kv_head % n_kv_heads
+    mbarrier.expect(own_full, D_PIECES * k_desc.block_type.nbytes + DV_PIECES * v_desc.block_type.nbytes)
+    load_rows(k_desc, batch, own_head, tile * 64, k_smem, 0, own_full, D_PIECES)
+    load_rows(v_desc, batch, own_head, tile * 64, v_smem, 0, own_full, DV_PIECES)
+    begin, end = _tiles_to_walk(tile * 64, seq_kv, seq_q, lower, upper, 64, 64, HAS_LOWER, HAS_UPPER)
+    # Keys walk every head of queries that shares them.
+    group_size = n_heads // n_kv_heads
+    step = 0
+    for head in range(own_head * group_size, (own_head + 1) * group_size):
+        for i in range(begin, end):
+            stage = step % STAGES
+            stats_row = ((batch * n_heads + head) * n_q_tiles + i) * 2
+            mbarrier.wait(q_empty.index(stage), phase(step, STAGES) ^ 1)
+            mbarrier.expect(q_full.index(stage), D_PIECES * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+            load_rows(q_desc, batch, head, i * 64, q_smem, stage, q_full.index(stage), D_PIECES)
+            lse_row = as_row(lse_smem.index(stage), stats_desc.layout)
+            async_load(stats_desc, [stats_row, 0], q_full.index(stage), lse_row)
+            mbarrier.wait(dout_empty.index(stage), phase(step, STAGES) ^ 1)
+            dout_bytes: gl.constexpr = DV_PIECES * dout_desc.block_type.nbytes + stats_desc.block_type.nbytes
+            mbarrier.expect(dout_full.index(stage), dout_bytes)
+            load_rows(dout_desc, batch, head, i * 64, dout_smem, stage, dout_full.index(stage), DV_PIECES)
+            delta_row = as_row(delta_smem.index(stage), stats_desc.layout)
+            async_load(stats_desc, [stats_row + 1, 0], dout_full.index(stage), delta_row)
+            step += 1
+
+
+@gluon.jit
+def _dv_step(
+    step, dv, k_operand, q_smem, dout_smem, lse_smem, p_smem, q_full, q_empty, dout_full, dout_empty, p_full, p_empty,
+    row, tile, lower, upper, scale_log2, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """The program's keys against one tile of queries: P, which goes to the other consumer, and dV += Pᵀ dO."""
+    STAGES: gl.constexpr = q_full.shape[0]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    stage = step % STAGES
+    mbarrier.wait(q_full.index(stage), phase(step, STAGES))
+    s_token = start_scores(k_operand, parts(q_smem, stage, BLOCK_D, num_pieces(BLOCK_D)))
+    lse = lse_smem.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    s = warpgroup_mma_wait(0, deps=(s_token,))
+    mbarrier.arrive(q_empty.index(stage), count=1)
+    if MASK:
+        s = _mask(s, row, tile * 64, lower, upper)
+    p = gl.exp2(s * scale_log2 - lse[None, :])
+    mbarrier.wait(p_empty.index(step % 2), phase(step, 2) ^ 1)
+    p_smem.index(step % 2).store(p)
+    mbarrier.arrive(p_full.index(step % 2), count=1)
+    mbarrier.wait(dout_full.index(stage), phase(step, STAGES))
+    dout = parts(dout_smem, stage, BLOCK_DV, num_pieces(BLOCK_DV))
+    dv = wait_sums(start_sums(p.to(q_smem.dtype), dout, dv), 0)
+    mbarrier.arrive(dout_empty.index(stage), count=1)
+    return dv
+
+
+@gluon.jit
+def _dk_step(
+    step, dk, v_operand, q_smem, dout_smem, delta_smem, p_smem, q_full, q_empty, dout_full, dout_empty, p_full, p_empty,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+):  # fmt: skip
+    """The program's keys against one tile of queries: dP = V dOᵀ and, with the other consumer's P, dK += dSᵀ Q."""
+    STAGES: gl.constexpr = q_full.shape[0]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    stage = step % STAGES
+    mbarrier.wait(dout_full.index(stage), phase(step, STAGES))
+    dp_token = start_scores(v_operand, parts(dout_smem, stage, BLOCK_DV, num_pieces(BLOCK_DV)))
+    delta = delta_smem.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    mbarrier.wait(p_full.index(step % 2), phase(step, 2))
+    p = p_smem.index(step % 2).load(S_LAYOUT)
+    mbarrier.arrive(p_empty.index(step % 2), count=1)
+    dp = warpgroup_mma_wait(0, deps=(dp_token,))
+    mbarrier.arrive(dout_empty.index(stage), count=1)
+    ds = p * (dp - delta[None, :])
+    # The scores that P was made of have read this stage of Q, so it has arrived.
+    q = parts(q_smem, stage, BLOCK_D, num_pieces(BLOCK_D))
+    dk = wait_sums(start_sums(ds.to(q_smem.dtype), q, dk), 0)
+    mbarrier.arrive(q_empty.index(stage), count=1)
+    return dk
+
+
+@gluon.jit
+def _dkdv_consumer(
+    dk_desc, dv_desc, k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, p_smem,
+    own_full, q_full, q_empty, dout_full, dout_empty, p_full, p_empty, n_tiles, seq_q, seq_kv, n_heads, n_kv_heads,
+    heads_per_section, lower, upper, scale, scale_log2,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    GRADIENT: gl.constexpr,
+):  # fmt: skip
+    """Keeps one gradient of the program's 64 keys in registers while the query tiles of each head pass by."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    WIDTH: gl.constexpr = BLOCK_DV if GRADIENT == "v" else BLOCK_D
+    OTHER_WIDTH: gl.constexpr = BLOCK_D if GRADIENT == "v" else BLOCK_DV
+    PIECES: gl.constexpr = num_pieces(WIDTH)
+    tile, kv_head = own_tile(n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    row = tile * 64
+    begin, end = _tiles_to_walk(row, seq_kv, seq_q, lower, upper, 64, 64, HAS_LOWER, HAS_UPPER)
+    sums = zero_sums(64, WIDTH)
+    mbarrier.wait(own_full, 0)
+    operand = parts(k_smem if GRADIENT == "v" else v_smem, 0, OTHER_WIDTH, num_pieces(OTHER_WIDTH))
+    step = 0
+    for _ in range(n_heads // n_kv_heads):
+        if GRADIENT == "v":
+            bounds = _bounds(row, begin, end, lower, upper, 64, HAS_LOWER, HAS_UPPER)
+            for part in gl.static_range(0 if HAS_LOWER else 1, 3 if HAS_UPPER else 2):
+                for i in range(bounds[part], bounds[part + 1]):
+                    sums = _dv_step(
+                        step + i - begin, sums, operand, q_smem, dout_smem, lse_smem, p_smem,
+                        q_full, q_empty, dout_full, dout_empty, p_full, p_empty, row, i, lower, upper, scale_log2,
+                        BLOCK_D, BLOCK_DV, part != 1,
+                    )  # fmt: skip
+        else:
+            for i in range(begin, end):
+                sums = _dk_step(
+                    step + i - begin, sums, operand, q_smem, dout_smem, delta_smem, p_smem,
+                    q_full, q_empty, dout_full, dout_empty, p_full, p_empty, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
+        step += end - begin
+    if GRADIENT == "k":
+        sums = scale_sums(sums, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
+    own_smem = v_smem if GRADIENT == "v" else k_smem
+    named_barrier("barrier.sync", "9")  # the other consumer is past its last read of it
+    store_rows(parts(own_smem, 0, WIDTH, PIECES), sums)
+    fence_async_shared()
+    desc = dv_desc if GRADIENT == "v" else dk_desc
+    store_tile(desc, kv_head // n_kv_heads, kv_head % n_kv_heads, row, own_smem, 0, WIDTH, PIECES)
+    store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "n_tiles", "n_q_tiles", "seq_q", "seq_kv", "n_heads", "n_kv_heads", "heads_per_section", "lower", "upper",
+    ]
+)  # fmt: skip
+def _attention_dkdv_hopper_kernel(
+    k_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
+    v_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
+    q_desc,  # (batch, n_heads, seq_q, head_dim)
+    dout_desc,  # (batch, n_heads, seq_q, head_dim_v)
+    stats_desc,  # (batch * n_heads * n_q_tiles * 2, 64): of each query tile lse in base 2, then delta
+    dk_desc,  # as k
+    dv_desc,  # as v
+    n_tiles,  # of 64 keys
+    n_q_tiles,  # of 64 queries
+    seq_q,
+    seq_kv,
+    n_heads,
+    n_kv_heads,
+    heads_per_section,
+    lower,
+    upper,
+    scale,
+    scale_log2,
+    BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
+    BLOCK_DV: gl.constexpr,  # of v and dO; each is one of WIDTHS
+    STAGES: gl.constexpr,
+    HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr,
+):
+    """A program owns 64 keys; key i gets what the queries from i + lower to i + upper add to it.
+
+    One consumer computes the probabilities and keeps dV; it hands them, in float32, to the other one, which keeps dK.
+    """
+    k_smem = allocate(1, k_desc, num_pieces(BLOCK_D))
+    v_smem = allocate(1, v_desc, num_pieces(BLOCK_DV))
+    q_smem = allocate(STAGES, q_desc, num_pieces(BLOCK_D))
+    dout_smem = allocate(STAGES, dout_desc, num_pieces(BLOCK_DV))
+    STATS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64], STATS)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64], STATS)
+    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
+    p_smem = gl.allocate_shared_memory(gl.float32, [2, 64, 64], P_LAYOUT)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    dout_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    p_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    mbarrier.init(own_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(dout_full.index(i), count=1)
+        mbarrier.init(dout_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(p_full.index(i), count=1)
+        mbarrier.init(p_empty.index(i), count=1)
+    # fmt: off
+    gl.warp_specialize([
+        (_dkdv_producer, (
+            k_desc, v_desc, q_desc, dout_desc, stats_desc, k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem,
+            own_full, q_full, q_empty, dout_full, dout_empty, n_tiles, n_q_tiles, seq_q, seq_kv, n_heads, n_kv_heads,
+            heads_per_section, lower, upper, BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER)),
+        (_dkdv_consumer, (
+            dk_desc, dv_desc, k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, p_smem,
+            own_full, q_full, q_empty, dout_full, dout_empty, p_full, p_empty, n_tiles, seq_q, seq_kv, n_heads,
+            n_kv_heads, heads_per_section, lower, upper, scale, scale_log2,
+            BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, "v")),
+        (_dkdv_consumer, (
+            dk_desc, dv_desc, k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, p_smem,
+            own_full, q_full, q_empty, dout_full, dout_empty, p_full, p_empty, n_tiles, seq_q, seq_kv, n_heads,
+            n_kv_heads, heads_per_section, lower, upper, scale, scale_log2,
+            BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, "k")),
+    ], [4, 4], [240, 240])
+    # fmt: on
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+def fill_dq(
+    dq: torch.Tensor,
+    q: torch.Tensor,
+    dout: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    stats: torch.Tensor,
+    lower: int | None,
+    upper: int | None,
+    scale: float,
+) -> None:
+    """Fill dQ; TMA must be able to address every tensor.
+
+    Args:
+        stats: of each tile of 64 queries the logsumexp in base 2, +inf past the end, then sum(dO * O) - dlse.
+        lower, upper: query i meets the keys from i + lower to i + upper.
+    """
+    batch, n_heads, seq_q, _ = q.shape
+    n_kv_heads, seq_kv = k.shape[1:3]
+    n_tiles = cdiv(seq_q, 128)
+    width, width_v = row_width(q), row_width(v)
+    is_even = seq_kv % 128 == 0
+    # Two masks leave no registers for more.
+    n_masks = (lower is not None) + (upper is not None) + (not is_even)
+    rows = 64 if max(width, width_v) > 128 or n_masks > 1 else 128
+    launch(
+        _attention_dq_hopper_kernel,
+        (batch * n_heads * n_tiles,),
+        descriptor(q, [1, 1, 64, piece_width(width)]),
+        descriptor(dout, [1, 1, 64, piece_width(width_v)]),
+        descriptor(k, [1, 1, rows, piece_width(width)]),
+        descriptor(v, [1, 1, rows, piece_width(width_v)]),
+        descriptor(dq, [1, 1, 64, piece_width(width)]),
+        stats, n_tiles, stats.shape[0] // (2 * batch * n_heads), seq_q, seq_kv, n_heads, n_kv_heads,
+        max(1, min(batch * n_heads, L2_BYTES // (seq_kv * 2 * (width + width_v)))),
+        *_limits(lower, upper, seq_q, seq_kv), scale, scale * LOG2_E,
+        ROWS=rows, BLOCK_D=width, BLOCK_DV=width_v, K_STAGES=2, V_STAGES=1 if min(width, width_v) > 192 else 2,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, EVEN_KV=is_even, num_warps=4,
+    )  # fmt: skip
+
+
+def fill_dkdv(
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    q: torch.Tensor,
+    dout: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     stats: torch.Tensor,
     stats_desc: TensorDescriptor,
     lower: int | None,
     upper: int | None,
     scale: float,
 ) -> None:
-    """Fill one gradient; TMA must be able to address every tensor.
-
-    Args:
-        gradient: "q", or for rows past 128 numbers also "k" or "v".
-        x, y: q and dO for "q", otherwise k and v.
-        walked_x, walked_y: the other two.
-        stats: of each tile of 64 queries the logsumexp in base 2, +inf past the end, then sum(dO * O) - dlse.
-        lower, upper: row i of x meets the rows from i + lower to i + upper of walked_x.
-    """
-    batch, n_heads, n_own, _ = x.shape
-    n_walked_heads, n_walked = walked_x.shape[1:3]
-    n_tiles = cdiv(n_own, 128)
-    n_q_tiles = stats.shape[0] // (2 * batch * max(n_heads, n_walked_heads))
-    width, width_v = row_width(x), row_width(y)
-    is_even = gradient != "q" or n_walked % 128 == 0
-    # Two masks leave no registers for more.
-    n_masks = (lower is not None) + (upper is not None) + (not is_even)
-    rows = 64 if max(width, width_v) > 128 or n_masks > 1 else 128
-    row_bytes = 2 * (width + width_v) * max(1, n_walked_heads // n_heads)
+    """Fill dK and dV, as `fill_dq` does dQ; query i meets the keys from i + lower to i + upper."""
+    batch, n_heads, seq_q, _ = q.shape
+    n_kv_heads, seq_kv = k.shape[1:3]
+    n_tiles = cdiv(seq_kv, 64)
+    width, width_v = row_width(q), row_width(v)
+    # What is the lower limit to queries is the upper one to keys.
+    lower, upper = (None if limit is None else -limit for limit in (upper, lower))
+    row_bytes = 2 * (width + width_v) * (n_heads // n_kv_heads)
     launch(
-        _attention_gradient_hopper_kernel,
-        (batch * n_heads * n_tiles,),
-        descriptor(x, [1, 1, 64, piece_width(width)]),
-        descriptor(y, [1, 1, 64, piece_width(width_v)]),
-        descriptor(walked_x, [1, 1, rows, piece_width(width)]),
-        descriptor(walked_y, [1, 1, rows, piece_width(width_v)]),
-        descriptor(out, [1, 1, 64, piece_width(width_v if gradient == "v" else width)]),
-        stats, stats_desc, n_tiles, n_q_tiles, n_own, n_walked, n_heads, n_walked_heads,
-        max(1, min(batch * n_heads, L2_BYTES // (n_walked * row_bytes))),
-        # A missing limit, and one beyond all rows, is the nearest number that masks nothing.
-        -n_own if lower is None else max(lower, -n_own), n_walked if upper is None else min(upper, n_walked),
-        scale, scale * LOG2_E,
-        ROWS=rows, BLOCK_D=width, BLOCK_DV=width_v, X_STAGES=2,
-        Y_STAGES=1 if min(width, width_v) > 192 and gradient != "v" else 2, GRADIENT=gradient,
-        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, EVEN=is_even, num_warps=4,
+        _attention_dkdv_hopper_kernel,
+        (batch * n_kv_heads * n_tiles,),
+        descriptor(k, [1, 1, 64, piece_width(width)]),
+        descriptor(v, [1, 1, 64, piece_width(width_v)]),
+        descriptor(q, [1, 1, 64, piece_width(width)]),
+        descriptor(dout, [1, 1, 64, piece_width(width_v)]),
+        stats_desc,
+        descriptor(dk, [1, 1, 64, piece_width(width)]),
+        descriptor(dv, [1, 1, 64, piece_width(width_v)]),
+        n_tiles, stats.shape[0] // (2 * batch * n_heads), seq_q, seq_kv, n_heads, n_kv_heads,
+        max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * row_bytes))),
+        *_limits(lower, upper, seq_kv, seq_q), scale, scale * LOG2_E,
+        BLOCK_D=width, BLOCK_DV=width_v, STAGES=2, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None,
+        num_warps=4,
     )  # fmt: skip
+
+
+def _limits(lower: int | None, upper: int | None, n_own: int, n_walked: int) -> tuple[int, int]:
+    """A missing limit, and one beyond all rows, is the nearest number that masks nothing."""
+    return -n_own if lower is None else max(lower, -n_own), n_walked if upper is None else min(upper, n_walked)

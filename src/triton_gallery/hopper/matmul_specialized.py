@@ -31,16 +31,28 @@ BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
 
 
 @gluon.jit
+def _tile(i, n_matrices, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """The i-th tile of all: its matrix, row and column."""
+    batch = 0
+    if n_matrices > 1:
+        batch = i // (tiles_m * tiles_n)
+        i = i % (tiles_m * tiles_n)
+    tile_m, tile_n = _grouped_tile(i, tiles_m, tiles_n, GROUP_M)
+    return batch, tile_m, tile_n
+
+
+@gluon.jit
 def _producer(
-    a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
+    a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Copies the tiles of a and b in the order in which the consumers want them."""
+    # The kernel before this one has to be done: what it writes is read here, and what it reads is written only later.
+    gdc_wait()
     step = 0
-    for i in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        batch = i // (tiles_m * tiles_n)
-        tile_m, tile_n = _grouped_tile(i % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    for i in range(gl.program_id(0), n_matrices * tiles_m * tiles_n, gl.num_programs(0)):
+        batch, tile_m, tile_n = _tile(i, n_matrices, tiles_m, tiles_n, GROUP_M)
         row = tile_m * (BLOCK_M * n_consumers)
         col = tile_n * BLOCK_N
         for k in range(0, K, BLOCK_K):
@@ -95,7 +107,7 @@ def _store(desc, ptr, values, smem, batch, row, col, M, N):
 @gluon.jit
 def _consumer(
     bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-    n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+    n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
@@ -108,9 +120,9 @@ def _consumer(
     smem = out_smem.index(CONSUMER)
     step = 0
     # A consumer without work has no tiles.
-    for i in range(gl.program_id(0), gl.where(CONSUMER < n_consumers, n_tiles, 0), gl.num_programs(0)):
-        batch = i // (tiles_m * tiles_n)
-        tile_m, tile_n = _grouped_tile(i % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    n_tiles = gl.where(CONSUMER < n_consumers, n_matrices * tiles_m * tiles_n, 0)
+    for i in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        batch, tile_m, tile_n = _tile(i, n_matrices, tiles_m, tiles_n, GROUP_M)
         row = tile_m * (BLOCK_M * n_consumers) + CONSUMER * BLOCK_M
         col = tile_n * BLOCK_N
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
@@ -162,16 +174,15 @@ def _consumer(
 
 @gluon.jit
 def _tiles(
-    a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, M, N, K, a_step, b_step, n_consumers,
-    stride_bias,
+    a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, M, N, K, a_step,
+    b_step, n_consumers, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Divides the program's warps: one group copies the tiles, the others multiply them."""
-    # The kernel after this one may make itself ready from now on; what the one before it writes is waited for.
+    # The kernel after this one may make itself ready from now on.
     gdc_launch_dependents()
-    gdc_wait()
     A_SLOTS: gl.constexpr = [STAGES * NUM_CONSUMERS]
     B_SLOTS: gl.constexpr = [STAGES]
     OUT_SLOTS: gl.constexpr = [NUM_CONSUMERS]
@@ -186,63 +197,60 @@ def _tiles(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=NUM_CONSUMERS)
-    tiles_m = gl.cdiv(M, BLOCK_M * n_consumers)
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    n_tiles = n_matrices * tiles_m * tiles_n
     # A tuple kept in a variable would lose its constexprs, so the arguments are spelt out.
     # fmt: off
     if NUM_CONSUMERS == 1:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step,
+                b_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
         ], [4], [REGISTERS])
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step,
+                b_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_tiles, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step,
+                b_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_tiles, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
 
 
-@gluon.jit(do_not_specialize=["n_matrices", "M", "N", "K", "a_step", "b_step", "n_consumers"])
+@gluon.jit(do_not_specialize=["n_matrices", "tiles_m", "tiles_n", "M", "N", "K", "a_step", "b_step", "n_consumers"])
 def _matmul_specialized_kernel(
     a_desc,  # (n_matrices or 1, M, K), or (..., K, M) when A_TRANSPOSED
     b_desc,  # (n_matrices or 1, K, N), or (..., N, K) when B_TRANSPOSED
@@ -252,6 +260,8 @@ def _matmul_specialized_kernel(
     out_desc,  # of out and pre; None where TMA cannot address their rows, which then lie side by side
     pre_desc,
     n_matrices,
+    tiles_m,  # tiles in a column of tiles
+    tiles_n,  # and in a row
     M,
     N,
     K,
@@ -274,19 +284,21 @@ def _matmul_specialized_kernel(
 ):
     """Program i owns tiles i, i + n_programs, ... of n_consumers * BLOCK_M rows: out = activation(a @ b + bias)."""
     _tiles(
-        a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, M, N, K, a_step, b_step,
-        n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
+        a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, M, N, K, a_step,
+        b_step, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
         B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["n_parts", "M", "N", "K", "n_consumers"])
+@gluon.jit(do_not_specialize=["n_parts", "tiles_m", "tiles_n", "M", "N", "K", "n_consumers"])
 def _matmul_parts_kernel(
     a_desc,  # (n_parts, M, K), or (n_parts, K, M) when A_TRANSPOSED
     b_desc,  # (n_parts, K, N), or (n_parts, N, K) when B_TRANSPOSED
     out_ptr,  # (n_parts, M, N), float32
     out_desc,
     n_parts,
+    tiles_m,
+    tiles_n,
     M,
     N,
     K,  # of one part
@@ -305,7 +317,7 @@ def _matmul_parts_kernel(
 ):
     """The same for parts of a product that `_sum_parts_kernel` adds up: out[i] is what the i-th part of K gives."""
     _tiles(
-        a_desc, b_desc, None, out_ptr, None, out_desc, None, n_parts, M, N, K, 1, 1, n_consumers, 0,
+        a_desc, b_desc, None, out_ptr, None, out_desc, None, n_parts, tiles_m, tiles_n, M, N, K, 1, 1, n_consumers, 0,
         BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, None, PARTIAL_SUMS,
         OUT_COLS, REGISTERS,
     )  # fmt: skip
@@ -382,7 +394,7 @@ def _launch(a, b, bias, out, pre, activation, batch, partial_sums, n_consumers, 
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     (M, N), K = out.shape[-2:], a.shape[-1]
     block_n, block_k = config["BLOCK_N"], 128 // a.element_size()
-    n_tiles = n_matrices * cdiv(M, BLOCK_M * n_consumers) * cdiv(N, block_n)
+    tiles_m, tiles_n = cdiv(M, BLOCK_M * n_consumers), cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
     out_desc, pre_desc = (
         descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, config["OUT_COLS"]])
@@ -393,15 +405,16 @@ def _launch(a, b, bias, out, pre, activation, batch, partial_sums, n_consumers, 
     a_block = [1, block_k, BLOCK_M] if a_transposed else [1, BLOCK_M, block_k]
     b_block = [1, block_n, block_k] if b_transposed else [1, block_k, block_n]
     if out.dtype == torch.float32:
-        kernel, arguments = _matmul_parts_kernel, (out, out_desc, n_matrices, M, N, K, n_consumers)
+        kernel, arguments = _matmul_parts_kernel, (out, out_desc, n_matrices, tiles_m, tiles_n, M, N, K, n_consumers)
     else:
         kernel, config = _matmul_specialized_kernel, dict(config, ACTIVATION=activation)
         steps = int(a_stride > 0), int(b_stride > 0)
         stride_bias = 0 if bias is None else bias.stride(0)
-        arguments = bias, out, pre, out_desc, pre_desc, n_matrices, M, N, K, *steps, n_consumers, stride_bias
+        sizes = n_matrices, tiles_m, tiles_n, M, N, K
+        arguments = bias, out, pre, out_desc, pre_desc, *sizes, *steps, n_consumers, stride_bias
     launch(
         kernel,
-        (min(num_multiprocessors(a.device), n_tiles),),
+        (min(num_multiprocessors(a.device), n_matrices * tiles_m * tiles_n),),
         descriptor(matrices(a, n_matrices, a_stride), a_block),
         descriptor(matrices(b, n_matrices, b_stride), b_block),
         *arguments,
