@@ -1014,7 +1014,12 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # tiles to compute, 120 of them wait in the second round for the other 12. At 1536³ there would be 144 tiles of
 # 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
 # :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. At 1024³ one round needs small tiles of 64 × 128, and
-# it is :measured:`matmul-fp16: triton_gallery / torch at 1024`. cuBLAS chooses among many more tiles than we do.
+# it is :measured:`matmul-fp16: triton_gallery / torch at 1024`. cuBLAS chooses among many more tiles than we do: the
+# name of its kernel for 1536³ speaks of 192 × 96, which makes 128 tiles, and of clusters of two multiprocessors. We
+# tried both. Triton's shapes are powers of two, so 96 columns are two products, of 64 and of 32, and what the better
+# number of tiles gained, that lost again, all but a few hundredths. In a cluster, one copy brings a tile to both
+# multiprocessors (Gluon has that since Triton 3.9). Of the sizes that we tried, products from 6144³ on gained a
+# hundredth, and small ones lost several.
 #
 # Large products are limited by the matrix unit and by the power it may draw. There torch is ahead in float16 up to
 # 6144³; at 3072³ we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate over torch's is

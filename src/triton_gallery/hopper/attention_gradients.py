@@ -320,18 +320,14 @@ def _dkdv_producer(
 
 
 @gluon.jit
-def _dv_step(
-    step, dv, k_operand, q_smem, dout_smem, lse_smem, p_smem, q_full, q_empty, dout_full, dout_empty, p_full, p_empty,
-    row, tile, lower, upper, scale_log2, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASK: gl.constexpr,
+def _probabilities(
+    s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, step, row, tile, lower, upper, scale_log2,
+    MASK: gl.constexpr,
 ):  # fmt: skip
-    """The program's keys against one tile of queries: P, which goes to the other consumer, and dV += Pᵀ dO."""
+    """P of a tile's scores, once they are there; the other consumer gets it in float32."""
     STAGES: gl.constexpr = q_full.shape[0]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     stage = step % STAGES
-    mbarrier.wait(q_full.index(stage), phase(step, STAGES))
-    s_token = start_scores(k_operand, parts(q_smem, stage, BLOCK_D, num_pieces(BLOCK_D)))
-    lse = lse_smem.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
-    s = warpgroup_mma_wait(0, deps=(s_token,))
+    lse = lse_smem.index(stage).load(gl.SliceLayout(0, s.type.layout))
     mbarrier.arrive(q_empty.index(stage), count=1)
     if MASK:
         s = _mask(s, row, tile * 64, lower, upper)
@@ -339,35 +335,101 @@ def _dv_step(
     mbarrier.wait(p_empty.index(step % 2), phase(step, 2) ^ 1)
     p_smem.index(step % 2).store(p)
     mbarrier.arrive(p_full.index(step % 2), count=1)
-    mbarrier.wait(dout_full.index(stage), phase(step, STAGES))
-    dout = parts(dout_smem, stage, BLOCK_DV, num_pieces(BLOCK_DV))
-    dv = wait_sums(start_sums(p.to(q_smem.dtype), dout, dv), 0)
-    mbarrier.arrive(dout_empty.index(stage), count=1)
+    return p
+
+
+@gluon.jit
+def _start_s(k, q_smem, q_full, step, BLOCK_D: gl.constexpr):
+    STAGES: gl.constexpr = q_full.shape[0]
+    mbarrier.wait(q_full.index(step % STAGES), phase(step, STAGES))
+    return start_scores(k, parts(q_smem, step % STAGES, BLOCK_D, num_pieces(BLOCK_D)))
+
+
+@gluon.jit
+def _start_dv(p, dv, dout_smem, dout_full, step, BLOCK_DV: gl.constexpr):
+    STAGES: gl.constexpr = dout_full.shape[0]
+    mbarrier.wait(dout_full.index(step % STAGES), phase(step, STAGES))
+    return start_sums(p, parts(dout_smem, step % STAGES, BLOCK_DV, num_pieces(BLOCK_DV)), dv)
+
+
+@gluon.jit
+def _dv_of_head(
+    step, dv, k, q_smem, dout_smem, lse_smem, p_smem, q_full, q_empty, dout_full, dout_empty, p_full, p_empty,
+    row, begin, end, lower, upper, scale_log2,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+):  # fmt: skip
+    """dV += Pᵀ dO over the tiles of one head. The softmax of a tile runs under the sum of the tile before."""
+    STAGES: gl.constexpr = q_full.shape[0]
+    dtype: gl.constexpr = q_smem.dtype
+    s = warpgroup_mma_wait(0, deps=(_start_s(k, q_smem, q_full, step, BLOCK_D),))
+    p = _probabilities(
+        s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, step, row, begin, lower, upper, scale_log2,
+        HAS_LOWER or HAS_UPPER,
+    ).to(dtype)  # fmt: skip
+    bounds = _bounds(row, begin, end, lower, upper, 64, HAS_LOWER, HAS_UPPER)
+    for part in gl.static_range(0 if HAS_LOWER else 1, 3 if HAS_UPPER else 2):
+        for i in range(gl.maximum(bounds[part], begin + 1), bounds[part + 1]):
+            now = step + i - begin
+            s_token = _start_s(k, q_smem, q_full, now, BLOCK_D)
+            dv_tokens = _start_dv(p, dv, dout_smem, dout_full, now - 1, BLOCK_DV)
+            s = warpgroup_mma_wait(len(dv), deps=(s_token,))
+            p = _probabilities(
+                s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, now, row, i, lower, upper, scale_log2, part != 1
+            ).to(dtype)
+            dv = wait_sums(dv_tokens, 0)
+            mbarrier.arrive(dout_empty.index((now - 1) % STAGES), count=1)
+    last = step + end - begin - 1
+    dv = wait_sums(_start_dv(p, dv, dout_smem, dout_full, last, BLOCK_DV), 0)
+    mbarrier.arrive(dout_empty.index(last % STAGES), count=1)
     return dv
 
 
 @gluon.jit
-def _dk_step(
-    step, dk, v_operand, q_smem, dout_smem, delta_smem, p_smem, q_full, q_empty, dout_full, dout_empty, p_full, p_empty,
+def _start_dp(v, dout_smem, dout_full, step, BLOCK_DV: gl.constexpr):
+    STAGES: gl.constexpr = dout_full.shape[0]
+    mbarrier.wait(dout_full.index(step % STAGES), phase(step, STAGES))
+    return start_scores(v, parts(dout_smem, step % STAGES, BLOCK_DV, num_pieces(BLOCK_DV)))
+
+
+@gluon.jit
+def _ds(dp, delta_smem, p_smem, dout_full, dout_empty, p_full, p_empty, step):
+    """dS of a tile, of dP and of the other consumer's P."""
+    STAGES: gl.constexpr = dout_full.shape[0]
+    stage = step % STAGES
+    delta = delta_smem.index(stage).load(gl.SliceLayout(0, dp.type.layout))
+    mbarrier.arrive(dout_empty.index(stage), count=1)
+    mbarrier.wait(p_full.index(step % 2), phase(step, 2))
+    p = p_smem.index(step % 2).load(dp.type.layout)
+    mbarrier.arrive(p_empty.index(step % 2), count=1)
+    return p * (dp - delta[None, :])
+
+
+@gluon.jit
+def _start_dk(ds, dk, q_smem, step, STAGES: gl.constexpr, BLOCK_D: gl.constexpr):
+    # The scores that P was made of have read this stage of Q, so it has arrived.
+    return start_sums(ds, parts(q_smem, step % STAGES, BLOCK_D, num_pieces(BLOCK_D)), dk)
+
+
+@gluon.jit
+def _dk_of_head(
+    step, dk, v, q_smem, dout_smem, delta_smem, p_smem, q_empty, dout_full, dout_empty, p_full, p_empty, begin, end,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
-    """The program's keys against one tile of queries: dP = V dOᵀ and, with the other consumer's P, dK += dSᵀ Q."""
-    STAGES: gl.constexpr = q_full.shape[0]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    stage = step % STAGES
-    mbarrier.wait(dout_full.index(stage), phase(step, STAGES))
-    dp_token = start_scores(v_operand, parts(dout_smem, stage, BLOCK_DV, num_pieces(BLOCK_DV)))
-    delta = delta_smem.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
-    mbarrier.wait(p_full.index(step % 2), phase(step, 2))
-    p = p_smem.index(step % 2).load(S_LAYOUT)
-    mbarrier.arrive(p_empty.index(step % 2), count=1)
-    dp = warpgroup_mma_wait(0, deps=(dp_token,))
-    mbarrier.arrive(dout_empty.index(stage), count=1)
-    ds = p * (dp - delta[None, :])
-    # The scores that P was made of have read this stage of Q, so it has arrived.
-    q = parts(q_smem, stage, BLOCK_D, num_pieces(BLOCK_D))
-    dk = wait_sums(start_sums(ds.to(q_smem.dtype), q, dk), 0)
-    mbarrier.arrive(q_empty.index(stage), count=1)
+    """dK += dSᵀ Q over the tiles of one head. As in `_dv_of_head`, dS of a tile is made under the sum before."""
+    STAGES: gl.constexpr = dout_full.shape[0]
+    dtype: gl.constexpr = q_smem.dtype
+    dp = warpgroup_mma_wait(0, deps=(_start_dp(v, dout_smem, dout_full, step, BLOCK_DV),))
+    ds = _ds(dp, delta_smem, p_smem, dout_full, dout_empty, p_full, p_empty, step).to(dtype)
+    for now in range(step + 1, step + end - begin):
+        dp_token = _start_dp(v, dout_smem, dout_full, now, BLOCK_DV)
+        dk_tokens = _start_dk(ds, dk, q_smem, now - 1, STAGES, BLOCK_D)
+        dp = warpgroup_mma_wait(len(dk), deps=(dp_token,))
+        ds = _ds(dp, delta_smem, p_smem, dout_full, dout_empty, p_full, p_empty, now).to(dtype)
+        dk = wait_sums(dk_tokens, 0)
+        mbarrier.arrive(q_empty.index((now - 1) % STAGES), count=1)
+    last = step + end - begin - 1
+    dk = wait_sums(_start_dk(ds, dk, q_smem, last, STAGES, BLOCK_D), 0)
+    mbarrier.arrive(q_empty.index(last % STAGES), count=1)
     return dk
 
 
@@ -390,24 +452,20 @@ def _dkdv_consumer(
     sums = zero_sums(64, WIDTH)
     mbarrier.wait(own_full, 0)
     operand = parts(k_smem if GRADIENT == "v" else v_smem, 0, OTHER_WIDTH, num_pieces(OTHER_WIDTH))
-    step = 0
-    for _ in range(n_heads // n_kv_heads):
-        if GRADIENT == "v":
-            bounds = _bounds(row, begin, end, lower, upper, 64, HAS_LOWER, HAS_UPPER)
-            for part in gl.static_range(0 if HAS_LOWER else 1, 3 if HAS_UPPER else 2):
-                for i in range(bounds[part], bounds[part + 1]):
-                    sums = _dv_step(
-                        step + i - begin, sums, operand, q_smem, dout_smem, lse_smem, p_smem,
-                        q_full, q_empty, dout_full, dout_empty, p_full, p_empty, row, i, lower, upper, scale_log2,
-                        BLOCK_D, BLOCK_DV, part != 1,
-                    )  # fmt: skip
-        else:
-            for i in range(begin, end):
-                sums = _dk_step(
-                    step + i - begin, sums, operand, q_smem, dout_smem, delta_smem, p_smem,
-                    q_full, q_empty, dout_full, dout_empty, p_full, p_empty, BLOCK_D, BLOCK_DV,
+    if end > begin:
+        for i in range(n_heads // n_kv_heads):
+            step = i * (end - begin)
+            if GRADIENT == "v":
+                sums = _dv_of_head(
+                    step, sums, operand, q_smem, dout_smem, lse_smem, p_smem,
+                    q_full, q_empty, dout_full, dout_empty, p_full, p_empty, row, begin, end, lower, upper, scale_log2,
+                    BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER,
                 )  # fmt: skip
-        step += end - begin
+            else:
+                sums = _dk_of_head(
+                    step, sums, operand, q_smem, dout_smem, delta_smem, p_smem,
+                    q_empty, dout_full, dout_empty, p_full, p_empty, begin, end, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
     if GRADIENT == "k":
         sums = scale_sums(sums, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
     own_smem = v_smem if GRADIENT == "v" else k_smem
@@ -577,8 +635,8 @@ def fill_dkdv(
         n_tiles, stats.shape[0] // (2 * batch * n_heads), seq_q, seq_kv, n_heads, n_kv_heads,
         max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * row_bytes))),
         *_limits(lower, upper, seq_kv, seq_q), scale, scale * LOG2_E,
-        BLOCK_D=width, BLOCK_DV=width_v, STAGES=2, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None,
-        num_warps=4,
+        BLOCK_D=width, BLOCK_DV=width_v, STAGES=2 if max(width, width_v) > 192 else 3,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -56,11 +56,11 @@ def _sum_parts_kernel(
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
     if PDL:
         gdc_wait()
-    for first in range(0, n_parts, 4):
-        # Four loads at a time are on their way; a part that does not exist adds 0.
-        for i in tl.static_range(4):
+    for first in range(0, n_parts, 8):
+        # Eight loads at a time are on their way; a part that does not exist adds 0.
+        for i in tl.static_range(8):
             acc += tl.load(part_ptrs + i * part_stride, mask=mask & (first + i < n_parts), other=0.0)
-        part_ptrs += tl.cast(4, tl.int64) * part_stride
+        part_ptrs += tl.cast(8, tl.int64) * part_stride
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + cols.to(tl.int64) * stride_bias, mask=cols < n_cols, other=0.0).to(tl.float32)
     offsets = rows * out_row_stride + cols

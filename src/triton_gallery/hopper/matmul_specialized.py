@@ -334,7 +334,7 @@ _TILES = (
 # The same for parts of a product, which leave in float32 and need more shared memory for that.
 _PART_TILES = (
     (2, 128, 2, 6, 0.93),
-    (1, 128, 1, 8, 0.8),
+    (1, 128, 1, 8, 0.78),
 )
 _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
 
