@@ -715,6 +715,13 @@ def test_row_counts_share_compilations(n_cols, dim):
     assert len(row_counts) == 32 and set(map(names.count, names)) <= {1, 2, 3}
 
 
+@pytest.mark.parametrize("n_cols", [4096, 2**24])
+def test_a_single_row_is_read_16_bytes_at_a_time(n_cols):
+    x = torch.empty(n_cols, device="meta", dtype=torch.float16)
+    report = tg.codegen.inspect(tg.softmax, x, targets=["sm_90"], backward=True)
+    assert {kernel.load_bits for kernel in report.kernels} == {128}
+
+
 @pytest.mark.parametrize(("n_rows", "dim"), [(37, 0), (4096, 0), (3, 0), (1, -1)])
 def test_parts_meet_in_one_order(n_rows, dim):
     """What all threads of a warp hold has to be the same to the last bit, as more than one of them writes it.

@@ -563,7 +563,11 @@ def _launch_rows(
     n_cols = shape.pop(dim)
     n_rows = out.numel() // n_cols
     col_strides = [s.pop(dim) for s in strides]
-    rows = _Rows(n_rows, n_cols, *collapse(shape, *strides), col_strides)
+    sizes, row_strides = collapse(shape, *strides)
+    if n_rows == 1:
+        # No other row says how far apart they are. Were it 1, the compiler would not see that a row can be aligned.
+        row_strides = [(n_cols,)] * len(strides)
+    rows = _Rows(n_rows, n_cols, sizes, row_strides, col_strides)
     meta = {"IS_LOG": is_log, "STATS_DTYPE": tl.float64 if dtype == torch.float64 else tl.float32}
     dense_cols = n_cols == 1 or all(stride == 1 for stride in col_strides)
 
