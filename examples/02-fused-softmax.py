@@ -205,6 +205,9 @@ plt.show()
 #   ending, and neither pays for the other.
 # - `do_not_specialize` keeps the compiler from making a kernel of its own for a number of rows that is 1, or a
 #   multiple of 16. It would gain nothing. For `n_cols` it gains much: a multiple of 16 allows wide loads.
+# - `n // ALIGN * ALIGN` shows the compiler a multiple of `ALIGN`. A multiple of 8, such as 1000, is enough for loads of
+#   16 bytes from float16, but Triton itself asks about 16 alone. The library says 8 (4 in float32) where that is true
+#   of lengths and strides; the default of 1 says nothing.
 # - `num_warps` is not in the kernel but a matter of the launch: over how many warps a tile spreads. The longer the row,
 #   the more warps it takes to keep each thread's share small. The library's tile of 1024 numbers takes two; longer
 #   rows, in the kernels below, take 2 to 16, from a small table that was measured; page three has a clock choose.
@@ -422,7 +425,7 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 #
 # `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64, stay in registers, from 1025 on in
 # blocks; longer ones take the online kernel. On Hopper the kernel with the chunks takes the place of both for 16-bit
-# rows of over 40 KiB, or of over 8 KiB where their length is no multiple of 16, and for float32 rows of over 128 KiB,
+# rows of over 40 KiB, or of over 8 KiB where their length is no multiple of 8, and for float32 rows of over 128 KiB,
 # if they lie in memory as it needs. Other kernels serve rows that are not dense, as the classes of an image's pixels
 # are not, and rows that are few and long. Both have sections below.
 
@@ -873,7 +876,7 @@ tg.codegen.inspect(tg.softmax, x)
 
 # %%
 # The registers confirm the plan: they hold the row and little else, and nothing spills. Shared memory is a few bytes,
-# one number from each warp. And the widest load is 128 bits, eight numbers at once, since 8192 is a multiple of 16.
+# one number from each warp. And the widest load is 128 bits, eight numbers at once, since 8192 is a multiple of 8.
 # (With 781 columns a row may begin at any even address, and the loads are 16 bits wide.) Long rows take another kernel:
 # on Hopper the one with the chunks, here on a part of 32 KiB, after the small one that empties the mailboxes; elsewhere
 # the online one, whose shared memory is a waiting room for the blocks that are on their way.

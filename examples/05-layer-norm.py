@@ -142,6 +142,7 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 #   float32.
 # - `weight_ptr`, `bias_ptr` or `mean_ptr` may be `None`. That is known while the kernel is compiled, so the
 #   branch costs nothing when it runs. Without a mean, the kernel computes RMS norm.
+# - `n // ALIGN * ALIGN` shows the compiler multiples of 8, as on page two. Our launcher leaves `ALIGN` at 1.
 #
 # Five lines launch it. (`num_warps=8` spreads a row over 256 threads; the library takes more for longer rows.)
 

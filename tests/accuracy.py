@@ -14,6 +14,26 @@ FUZZ = pytest.mark.parametrize(
     "fuzz", [FEW, *(pytest.param(50, marks=_MANY, id=f"50-{i}") for i in range(16))], indirect=True
 )
 
+# Rows that can be read 16 bytes at a time though 16 does not divide their lengths, and rows that narrowly cannot.
+LAYOUTS = pytest.mark.parametrize(
+    ("n_cols", "stride", "offset"),
+    [
+        (1000, 1000, 0),
+        (1032, 1040, 8),
+        (1008, 1016, 0),
+        (1000, 1004, 0),
+        (1000, 1007, 0),
+        (1000, 1000, 1),
+        (5000, 5000, 0),
+    ],
+)
+
+
+def laid_out(n_rows, n_cols, stride, offset, dtype):
+    """Random rows so far apart, the first of which begins at so many elements."""
+    memory = torch.randn(offset + n_rows * stride, device=DEVICE).to(dtype)
+    return memory[offset:].view(n_rows, stride)[:, :n_cols]
+
 
 def assert_as_accurate_as_torch(ours, torchs, reference, *, factor=2.0, floor=1e-7):
     """Our error against a float64 reference is at most `factor` times torch's own, plus a stated floor.

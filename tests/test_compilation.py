@@ -230,6 +230,29 @@ def test_expected_spills_name_cases():
         assert target in codegen.TARGETS and any(part in name for name in CALLS), part
 
 
+@pytest.mark.xdist_group("rows")
+@pytest.mark.parametrize("op", ["softmax", "layer_norm"])
+def test_rows_of_multiples_of_16_bytes_are_moved_16_bytes_at_a_time(op):
+    """Triton itself asks of a number whether it is a multiple of 16, not whether it is one of 8."""
+    rows = [(4096, n) for n in (1000, 1032, 3000, 10_008, 60_008)]
+    tensors = [*(_tensor(shape, F16) for shape in rows), _tensor((4096, 1004), F32), _tensor((4096, 5004), F32)]
+    args = [[x] if op == "softmax" else [x, x.shape[1], *[_tensor(x.shape[1:], x.dtype)] * 2] for x in tensors]
+    # Not for Hopper, which has kernels of its own for long rows.
+    calls = [(getattr(triton_gallery, op), arg, {}, True) for arg in args]
+    for (kernels,) in codegen._compile(codegen._pack(calls, ("sm_80",))):
+        check(kernels, "sm_80", 0)
+        for kernel in kernels:
+            if kernel.name != "_layer_norm_bwd_dwdb_kernel":  # it sums columns
+                assert kernel.load_bits == 128, kernel
+                assert not re.search(r"(ld|st)\.global\S*\.[bu]16\b", kernel.asm["ptx"]), kernel
+
+
+def test_rows_that_begin_between_multiples_of_16_bytes_are_read_number_by_number():
+    x = _tensor((4096 * 1000 + 1,), F16)[1:].view(4096, 1000)
+    (kernel,) = codegen.inspect(triton_gallery.softmax, x, targets=["sm_80"]).kernels
+    assert kernel.load_bits == 16
+
+
 def attention_that_repeats(*args, **kwargs):
     torch.use_deterministic_algorithms(True)
     return triton_gallery.attention(*args, **kwargs)

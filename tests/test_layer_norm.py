@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
+from accuracy import DEVICE, FUZZ, LAYOUTS, assert_as_accurate_as_torch, laid_out
 from triton_gallery import hopper
 from triton_gallery._launch import is_hopper
 
@@ -33,9 +33,8 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "_BWD_TILE", 32)
     in_blocks = module._bwd_in_blocks
 
-    def in_small_blocks(dy, x, n_cols):
-        blocks = in_blocks(dy, x, 4096 + n_cols % 8)
-        return (16, blocks[1], 4, 2) if blocks and n_cols < 128 else None
+    def in_small_blocks(dy, x, n_cols, vectorized):
+        return (16, 4, 2) if n_cols < 128 and in_blocks(dy, x, 4096, vectorized) else None
 
     monkeypatch.setattr(module, "_bwd_in_blocks", in_small_blocks)
     monkeypatch.setattr(module, "_DWDB_COLS", 4)
@@ -143,8 +142,18 @@ def test_norms_match_torch_at_many_row_counts(norm, device, small_blocks):
 
 
 @NORMS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@LAYOUTS
+def test_rows_that_can_or_cannot_be_read_16_bytes_at_a_time(norm, dtype, n_cols, stride, offset, device):
+    layout = n_cols, stride, offset, dtype
+    params = make_params(norm, (n_cols,), dtype, device)
+    check(norm, laid_out(3, *layout), (n_cols,), params, dy=laid_out(3, *layout))
+    check(norm, laid_out(3, *layout), (n_cols,), params)
+
+
+@NORMS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("n_cols", [15, 16, 17, 31, 32, 33, 64, 65, 130])
+@pytest.mark.parametrize("n_cols", [15, 16, 17, 31, 32, 33, 40, 64, 65, 130, 200])
 def test_long_rows_match_torch(norm, dtype, n_cols, device, small_blocks):
     x = (torch.randn(5, n_cols, device=device) * 2 + 0.5).to(dtype)
     check(norm, x, (n_cols,), make_params(norm, (n_cols,), dtype, device))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
+from accuracy import DEVICE, FUZZ, LAYOUTS, assert_as_accurate_as_torch, laid_out
 from triton_gallery import hopper
 from triton_gallery._launch import is_hopper
 
@@ -26,7 +26,7 @@ PATHS = pytest.mark.parametrize(
 )
 # Of tests that take long and that the ways in parts add little to.
 THREE_PATHS = pytest.mark.parametrize("path", ["whole_rows", "online", "strided"], indirect=True)
-SIZES = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130]
+SIZES = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 127, 128, 129, 130]
 
 # NumPy, which stands behind the interpreter, warns of every inf - inf; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -39,7 +39,7 @@ def path(request, monkeypatch):
         force_online(monkeypatch)
     if request.param == "blocks":
         monkeypatch.setattr(module, "_ONE_BLOCK_COLS", 0)
-        monkeypatch.setattr(module, "_block", lambda x, n_cols: (16, 4, n_cols % 2 == 0))
+        monkeypatch.setattr(module, "_block", lambda x, n_cols, vectorized: (16, 4, n_cols % 2 == 0))
     if "parts" in request.param:
         monkeypatch.setattr(module, "_pays_in_parts", lambda *args: True)
         monkeypatch.setattr(module, "_strided_tile", lambda *args: (4, 2, 4))
@@ -115,6 +115,15 @@ def test_softmax_matches_torch(op, dtype, path, device):
 def test_softmax_matches_torch_at_many_row_counts(op, n_rows, path, device):
     x, dy = torch.randn(2, n_rows, 19, device=device)
     check(op, lay(x, path), dy=lay(dy, path))
+
+
+@OPS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@LAYOUTS
+def test_rows_that_can_or_cannot_be_read_16_bytes_at_a_time(op, dtype, n_cols, stride, offset, device):
+    layout = n_cols, stride, offset, dtype
+    check(op, laid_out(3, *layout), dy=laid_out(3, *layout))
+    check(op, laid_out(3, *layout), dy=torch.randn(3, n_cols, device=device).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
@@ -713,6 +722,16 @@ def test_row_counts_share_compilations(n_cols, dim):
     compiled = {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}
     names = [name for name, _ in compiled]
     assert len(row_counts) == 32 and set(map(names.count, names)) <= {1, 2, 3}
+
+
+def test_row_lengths_share_compilations():
+    calls = [
+        (tg.softmax, (torch.empty(64, n, device="meta", dtype=torch.float16),), {}, True) for n in range(993, 1025)
+    ]
+    outcomes = tg.codegen._compile(tg.codegen._pack(calls, ("sm_90",)))
+    names = [name for name, _ in {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}]
+    # Multiples of 16, other multiples of 8, and what is neither.
+    assert set(map(names.count, names)) == {3}
 
 
 @pytest.mark.parametrize("n_cols", [4096, 2**24])

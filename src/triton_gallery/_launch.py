@@ -63,6 +63,16 @@ def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...
     return tuple(shape)
 
 
+def alignment(tensors: tuple[torch.Tensor, ...], *sizes: int) -> tuple[bool, int]:
+    """Whether rows can be read 16 bytes at a time, and ALIGN of their kernel, which divides all lengths and strides.
+
+    Triton sees by itself that an argument is a multiple of 16. ALIGN is more than 1 only where that is not enough.
+    """
+    vector = 16 // tensors[0].element_size()
+    vectorized = all(x.data_ptr() % 16 == 0 for x in tensors) and all(size % vector == 0 for size in sizes)
+    return vectorized, vector if vectorized and any(size % 16 != 0 for size in sizes) else 1
+
+
 def index_dtype(n_elements: int) -> tl.dtype:
     """The narrowest dtype that counts n_elements."""
     return tl.int32 if n_elements < 2**31 else tl.int64

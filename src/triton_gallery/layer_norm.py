@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import hopper
 from ._arguments import FLOATS, check_same_device, check_tensor, is_transformed, needs_autograd
-from ._launch import cdiv, is_hopper, launch, next_power_of_2, num_multiprocessors, pdl, scratch
+from ._launch import alignment, cdiv, is_hopper, launch, next_power_of_2, num_multiprocessors, pdl, scratch
 from ._registration import apply, differentiable, one_by_one, operator
 from ._replay import replayed
 
@@ -45,9 +45,12 @@ def _layer_norm_fwd_kernel(
     eps: tl.float64,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
 ):
     """Program i owns rows i * BLOCK_M to (i + 1) * BLOCK_M: y = (x - mean) / sqrt(var + eps) * weight + bias."""
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    # Triton knows multiples of 16 by itself. This shows it what is one of 8, so that it loads 16 bytes at a time.
+    n_cols, x_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride)]
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     row_mask = rows < n_rows
@@ -95,12 +98,14 @@ def _layer_norm_fwd_blocks_kernel(
     eps: tl.float64,
     N_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,  # n_cols and strides are multiples of it
 ):
     """Program i owns row i, in blocks of columns that are all full but the last.
 
     One block would have to be the next power of two, and up to half of its registers would hold nothing.
     """
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    n_cols, x_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride)]
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
     x_row_ptr = x_ptr + row * x_row_stride
@@ -145,9 +150,11 @@ def _layer_norm_fwd_long_kernel(
     x_row_stride,
     eps: tl.float64,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,  # n_cols and strides are multiples of it
 ):
     """Program i owns row i and walks it twice, block by block: once for the statistics, once for y."""
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    n_cols, x_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride)]
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
     x_row_ptr = x_ptr + row * x_row_stride
@@ -204,6 +211,7 @@ def _layer_norm_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
     PDL: tl.constexpr = False,
 ):
     """Program (j, i) owns columns j * BLOCK_N to (j + 1) * BLOCK_N of every n_programs-th tile of BLOCK_M rows.
@@ -212,6 +220,7 @@ def _layer_norm_bwd_kernel(
     partial sums takes the program's share of dw = sum(dy * x_hat) and db = sum(dy).
     """
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    n_cols, x_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride, dy_row_stride)]
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < n_cols
     if weight_ptr is not None:
@@ -285,7 +294,6 @@ def _layer_norm_bwd_blocks_kernel(
     loaded: a 16-bit number takes half of a register.
     """
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
-    # Triton knows multiples of 16 by itself. This shows it what is one of 8, so that it loads 16 bytes at a time.
     n_cols, x_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride, dy_row_stride)]
     lanes = tl.arange(0, BLOCK_N)
     weights = ()
@@ -365,9 +373,11 @@ def _layer_norm_bwd_row_means_kernel(
     dy_col_stride,
     x_row_stride,
     BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,  # n_cols and strides are multiples of it
 ):
     """Program i owns row i: mean(g * x_hat) and mean(g) of a row too long for one block, with g = dy * weight."""
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    n_cols, x_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride, dy_row_stride)]
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
     if mean_ptr is not None:
@@ -436,30 +446,29 @@ def _fwd_block(n_cols: int, vectorized: bool) -> tuple[int, int]:
     return (4096 if n_cols <= 32768 else 8192), 16
 
 
-def _bwd_blocks(x: torch.Tensor, n_cols: int) -> tuple[int, int, int, int]:
+def _bwd_blocks(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, int, int]:
     """(rows, columns, warps, programs per multiprocessor) of a program in the backward pass."""
     tile = _BWD_TILE // 4 if x.dtype == torch.float64 else _BWD_TILE
     block_n = next_power_of_2(n_cols)
     # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
-    vectorized = n_cols % 16 == 0
     if vectorized and block_n == 2 * tile:
         return 1, block_n, 16, 1
     block_n = min(block_n, tile)
     return tile // block_n, block_n, 4 if vectorized and x.element_size() == 2 else 8, 2
 
 
-def _bwd_in_blocks(dy: torch.Tensor, x: torch.Tensor, n_cols: int) -> tuple[int, int, int, int] | None:
-    """(columns of a block, alignment, warps, programs per multiprocessor) for rows in registers as they were loaded.
+def _bwd_in_blocks(dy: torch.Tensor, x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, int] | None:
+    """(columns of a block, warps, programs per multiprocessor) for rows in registers as they were loaded.
 
     Measured on an H200. None for short rows, which share a program, and for long ones and wide elements.
     """
     if x.element_size() != 2 or dy.element_size() != 2 or dy.stride(1) != 1 or not _ONE_BLOCK_COLS < n_cols <= 8192:
         return None
-    if n_cols % 8 != 0 or any(t.stride(0) % 8 != 0 or t.data_ptr() % 16 != 0 for t in (dy, x)):
-        return (512, 1, 4, 3) if n_cols <= 2048 else (1024, 1, 8, 2 if n_cols <= 4096 else 1)
+    if not vectorized:
+        return (512, 4, 3) if n_cols <= 2048 else (1024, 8, 2 if n_cols <= 4096 else 1)
     if n_cols < 2048:
-        return 512, 8, 2, 4
-    return (1024, 8, 4, 3 if n_cols <= 3072 else 2) if n_cols <= 5120 else (2048, 8, 8, 1)
+        return 512, 2, 4
+    return (1024, 4, 3 if n_cols <= 3072 else 2) if n_cols <= 5120 else (2048, 8, 1)
 
 
 def _rows(x: torch.Tensor, n_cols: int, col_strides: tuple[int, ...] = (1,)) -> torch.Tensor:
@@ -510,7 +519,7 @@ def _layer_norm_fwd(
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     arguments = rows, weight, bias, y, mean if subtract_mean else None, rstd
-    vectorized = n_cols % 16 == 0
+    vectorized, align = alignment((rows,), n_cols, rows.stride(0))
     if n_cols <= _ONE_BLOCK_COLS:
         block_n = next_power_of_2(n_cols)
         block_m = _FWD_TILE // block_n
@@ -518,13 +527,13 @@ def _layer_norm_fwd(
         num_warps = 4 if x.dtype == torch.float64 else max(1, block_n // 512) * (1 if vectorized else 2)
         launch(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
+            BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
     elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_ODD):
         block_n, num_warps = _fwd_block(n_cols, vectorized and x.dtype != torch.float64)
         launch(
             _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
-            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, num_warps=num_warps,
+            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
     elif is_hopper(x.device) and (parts := hopper.load("layer_norm")) and parts.supports_forward(rows, n_cols):
         parts.forward(rows, weight, bias, y, mean if subtract_mean else None, rstd, eps)
@@ -532,7 +541,7 @@ def _layer_norm_fwd(
         block_n = (1 if n_cols <= 32768 else 2) * _FWD_LONG_TILE * 2 // x.element_size()
         launch(
             _layer_norm_fwd_long_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
-            BLOCK_N=block_n, num_warps=8 if n_cols <= 24576 else 16,
+            BLOCK_N=block_n, ALIGN=align, num_warps=8 if n_cols <= 24576 else 16,
         )  # fmt: skip
     return y, mean, rstd
 
@@ -610,8 +619,9 @@ def _layer_norm_bwd(
         _sum_partials(dw_partial, db_partial, dw, db, max_programs)
         return dx, dw, db
 
-    if (blocks := _bwd_in_blocks(dy, x, n_cols)) is not None:
-        block_n, align, num_warps, programs_per_sm = blocks
+    vectorized, align = alignment((dy, x), n_cols, dy.stride(0), x.stride(0))
+    if (blocks := _bwd_in_blocks(dy, x, n_cols, vectorized)) is not None:
+        block_n, num_warps, programs_per_sm = blocks
         max_programs = programs_per_sm * num_multiprocessors(x.device)
         n_programs = min(max_programs, n_rows)
         dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
@@ -624,7 +634,7 @@ def _layer_norm_bwd(
         _sum_partials(dw_partial, db_partial, dw, db, max_programs)
         return dx, dw, db
 
-    block_m, block_n, num_warps, programs_per_sm = _bwd_blocks(x, n_cols)
+    block_m, block_n, num_warps, programs_per_sm = _bwd_blocks(x, n_cols, vectorized)
     n_col_blocks = cdiv(n_cols, block_n)
     row_means = None
     if n_col_blocks > 1:
@@ -632,7 +642,7 @@ def _layer_norm_bwd(
         launch(
             _layer_norm_bwd_row_means_kernel, (n_rows,),
             dy, x, weight, mean, rstd, row_means, *shapes_and_strides,
-            BLOCK_N=block_n // 2, num_warps=8,
+            BLOCK_N=block_n // 2, ALIGN=align, num_warps=8,
         )  # fmt: skip
     # As many programs as fit on the GPU at once, and no more: each of them adds a partial row.
     max_programs = programs_per_sm * num_multiprocessors(x.device)
@@ -641,7 +651,7 @@ def _layer_norm_bwd(
     launch(
         _layer_norm_bwd_kernel, (n_col_blocks, n_programs),
         dy, x, weight, mean, rstd, row_means, dx, dw_partial, db_partial, *shapes_and_strides,
-        BLOCK_M=block_m, BLOCK_N=block_n, NUM_STAGES=3, num_warps=num_warps, PDL="PDL" in pdl(x.device),
+        BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, NUM_STAGES=3, num_warps=num_warps, PDL="PDL" in pdl(x.device),
     )  # fmt: skip
     _sum_partials(dw_partial, db_partial, dw, db, max_programs)
     return dx, dw, db
@@ -805,11 +815,11 @@ def layer_norm(
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
         costs no accuracy. Rows of any length work: up to 96 KiB of a row stay in registers (but no more than 24576
-        elements, unless their number is a multiple of 16), longer ones are read twice. On Hopper, longer rows (but not
-        of float64) stay on several multiprocessors and are read once, up to 16 MiB, if the number of their elements is
-        a multiple of 16 and if they begin at multiples of 16 elements. The gradients are deterministic: the same inputs
-        on the same GPU give the same bits. Second derivatives are supported by autograd, through torch operations, and
-        not by the transforms of ``torch.func``.
+        elements, unless they can be read 16 bytes at a time), longer ones are read twice. On Hopper, longer rows (but
+        not of float64) stay on several multiprocessors and are read once, up to 16 MiB, if the number of their elements
+        is a multiple of 16 and if they begin at multiples of 16 elements. The gradients are deterministic: the same
+        inputs on the same GPU give the same bits. Second derivatives are supported by autograd, through torch
+        operations, and not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery

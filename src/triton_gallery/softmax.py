@@ -8,7 +8,17 @@ import triton.language as tl
 
 from . import hopper
 from ._arguments import FLOATS, check_tensor, needs_autograd
-from ._launch import cdiv, collapse, index_dtype, is_hopper, launch, next_power_of_2, num_multiprocessors, scratch
+from ._launch import (
+    alignment,
+    cdiv,
+    collapse,
+    index_dtype,
+    is_hopper,
+    launch,
+    next_power_of_2,
+    num_multiprocessors,
+    scratch,
+)
 from ._registration import apply, batch_first, differentiable, operator
 from ._replay import replayed
 
@@ -52,10 +62,13 @@ def _softmax_fwd_kernel(
     x_row_stride,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
     IS_LOG: tl.constexpr = False,
     STATS_DTYPE: tl.constexpr = tl.float32,
 ):
     """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS: out = exp(x - max(x)) / sum(exp(x - max(x)))."""
+    # Triton knows multiples of 16 by itself. This shows it what is one of 8, so that it loads 16 bytes at a time.
+    n_cols, x_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride)]
     # int64 before the product with a stride: a tensor may hold more than 2**31 elements.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
@@ -84,6 +97,7 @@ def _softmax_fwd_blocks_kernel(
     N_BLOCKS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     KEEP_EXP: tl.constexpr,  # what waits in registers is exp(x - max(x)); otherwise it is x, and exp is taken twice
+    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
     IS_LOG: tl.constexpr = False,
     STATS_DTYPE: tl.constexpr = tl.float32,
 ):
@@ -91,6 +105,7 @@ def _softmax_fwd_blocks_kernel(
 
     One block would have to be the next power of two, and up to half of its registers would hold nothing.
     """
+    n_cols, x_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride)]
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_COLS)
@@ -164,10 +179,12 @@ def _softmax_online_fwd_kernel(
     n_cols,
     x_row_stride,
     BLOCK_COLS: tl.constexpr,
+    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
     IS_LOG: tl.constexpr = False,
     STATS_DTYPE: tl.constexpr = tl.float32,
 ):
     """Program i owns rows i, i + num_programs, ... and walks each twice: for max and sum, then to write the result."""
+    n_cols, x_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride)]
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     cols = tl.arange(0, BLOCK_COLS)
     row = tl.program_id(0).to(tl.int64)
@@ -358,10 +375,12 @@ def _softmax_bwd_kernel(
     dy_row_stride,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
     IS_LOG: tl.constexpr = False,
     STATS_DTYPE: tl.constexpr = tl.float32,
 ):
     """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS: dx = y * (dy - sum(dy * y))."""
+    n_cols, y_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, y_row_stride, dy_row_stride)]
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     mask = (rows < n_rows) & (cols < n_cols)
@@ -383,10 +402,12 @@ def _softmax_online_bwd_kernel(
     y_row_stride,
     dy_row_stride,
     BLOCK_COLS: tl.constexpr,
+    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
     IS_LOG: tl.constexpr = False,
     STATS_DTYPE: tl.constexpr = tl.float32,
 ):
     """Program i owns rows i, i + num_programs, ... and walks each twice: for the sum, then to write the gradient."""
+    n_cols, y_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, y_row_stride, dy_row_stride)]
     cols = tl.arange(0, BLOCK_COLS)
     row = tl.program_id(0).to(tl.int64)
     while row < n_rows:
@@ -600,10 +621,11 @@ def _launch_rows(
             rows = rows._replace(n_rows=1)
 
     args = (*inputs, out, n_rows, n_cols, *row_strides[:-1])
+    vectorized, meta["ALIGN"] = alignment(inputs, n_cols, *row_strides[:-1])
     block_cols = next_power_of_2(n_cols)
     col_bytes = len(inputs) * (8 if dtype == torch.float64 else 4)
     if is_forward and n_cols > _ONE_BLOCK_COLS and n_cols * col_bytes <= _MAX_ROW_BYTES:
-        block_cols, num_warps, keep_exp = _block(*inputs, n_cols)
+        block_cols, num_warps, keep_exp = _block(*inputs, n_cols, vectorized)
         launch(
             _softmax_fwd_blocks_kernel, (n_rows,), *inputs, out, n_cols, row_strides[0],
             N_BLOCKS=cdiv(n_cols, block_cols), BLOCK_COLS=block_cols, KEEP_EXP=keep_exp, num_warps=num_warps, **meta,
@@ -685,9 +707,9 @@ def _num_warps(n_bytes: int) -> int:
     return next((warps for limit, warps in ((4096, 2), (16384, 4), (32768, 8)) if n_bytes <= limit), 16)
 
 
-def _block(x: torch.Tensor, n_cols: int) -> tuple[int, int, bool]:
+def _block(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, bool]:
     """(columns of a block, warps, whether exponentials wait) for a row in registers: measured on an H200."""
-    if x.element_size() != 2 or n_cols % 16 != 0:
+    if x.element_size() != 2 or not vectorized:
         # Numbers that cannot be loaded 16 bytes at a time take a register each, so they are spread over more threads.
         return (1024, 4 if n_cols <= 4096 else 8, True) if n_cols <= 16384 else (2048, 16, True)
     if n_cols <= 8192:

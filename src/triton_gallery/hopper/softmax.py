@@ -189,7 +189,7 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
     """
     row_bytes = n_cols * x.element_size()
     # Below, tl's kernel keeps the row in registers. Where it cannot load 16 bytes at a time, this one is soon faster.
-    at_least = {2: 40 * 1024 if n_cols % 16 == 0 else 8 * 1024, 4: 128 * 1024}.get(x.element_size())
+    at_least = {2: 40 * 1024 if row_bytes % 16 == 0 else 8 * 1024, 4: 128 * 1024}.get(x.element_size())
     if at_least is None or n_rows == 1 or not at_least < row_bytes < 2**31:
         return 0
     if (row_stride - n_cols) * x.element_size() % 16 != 0 or x.data_ptr() % 16 != 0:
