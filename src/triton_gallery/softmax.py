@@ -283,6 +283,7 @@ def _softmax_parts_stats_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
 ):
     """Program i * n_parts + j owns part j of the rows of tile i: their maxima, and sums of exp(x - maximum)."""
@@ -292,7 +293,7 @@ def _softmax_parts_stats_kernel(
     x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     m, s = _online_start((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=4):
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=NUM_STAGES):
         cols = start + lanes
         mask = (rows < n_rows) & (cols < n_cols)
         x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_last")
@@ -321,6 +322,7 @@ def _softmax_parts_fwd_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
@@ -342,7 +344,7 @@ def _softmax_parts_fwd_kernel(
     lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
     x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides)
     out_ptrs = out_ptr + _row_offsets(rows, sizes, out_row_strides)
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=4):
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=NUM_STAGES):
         cols = start + lanes
         mask = (rows < n_rows) & (cols < n_cols)
         x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_first")
@@ -492,6 +494,7 @@ def _softmax_parts_sum_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
 ):
@@ -502,7 +505,7 @@ def _softmax_parts_sum_kernel(
     y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides)
     dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides)
     sums = tl.zeros((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=3):
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=NUM_STAGES):
         cols = start + lanes
         mask = (rows < n_rows) & (cols < n_cols)
         y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_last")
@@ -531,6 +534,7 @@ def _softmax_parts_bwd_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
@@ -548,7 +552,7 @@ def _softmax_parts_bwd_kernel(
     y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides)
     dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides)
     dx_ptrs = dx_ptr + _row_offsets(rows, sizes, dx_row_strides)
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=3):
+    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=NUM_STAGES):
         cols = start + lanes
         mask = (rows < n_rows) & (cols < n_cols)
         y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -683,6 +687,8 @@ def _launch_parts(
     is_log = {"IS_LOG": meta["IS_LOG"]}
     options = {
         "INDEX_DTYPE": rows.index_dtype, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols,
+        # A part of one block comes straight to registers; blocks that wait for their turn do so in shared memory.
+        "NUM_STAGES": 1 if part_cols == block_cols else 5 - len(inputs),
         "STATS_DTYPE": meta["STATS_DTYPE"], "num_warps": num_warps,
     }  # fmt: skip
     if len(inputs) == 1:
