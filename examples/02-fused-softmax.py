@@ -687,16 +687,20 @@ report_across
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 21×786432` and
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 64×262144` of its rate. Then tiles become
 # narrow, and we fall behind: :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 1024×16384` at
-# 1024 columns. Rows in parts are read twice and take two launches; they reach
-# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256` at the right end. Of the layouts
-# that this page measures, rows across memory is the one that we serve worst; only a single long row, below, does no
-# better.
+# 1024 columns. The last two shapes have rows in parts. They are read twice, take two launches, and reach
+# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 4096×4096` and
+# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256`. They were quicker once. Then a
+# tool found threads that merged the same parts and did not agree on the last bit
+# (:doc:`/getting-started/how-we-test` has the story). Since that was mended, each program merges a block of 64 parts
+# and 64 rows at a time, which takes three times as many registers, so that fewer programs find room. Of
+# the layouts that this page measures, rows across memory is the one that we serve worst.
 #
 # `torch.compile` is the one to beat here. The shapes of tiles are what does it: an earlier version, with tiles of 8
 # rows at 1024 columns, half of what memory hands out at least, was much slower than it. Of its rate we now reach
 # :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` there,
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns and
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256` at the right end.
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns, and in parts
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`: there it is ahead.
 
 # %%
 # Many short rows, and few long ones

@@ -1021,8 +1021,8 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # multiprocessors (Gluon has that since Triton 3.9). Of the sizes that we tried, products from 6144³ on gained a
 # hundredth, and small ones lost several.
 #
-# Large products are limited by the matrix unit and by the power it may draw. There torch is ahead in float16 up to
-# 6144³; at 3072³ we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate over torch's is
+# Large products are limited by the matrix unit and by the power it may draw. In float16 we are about even with torch
+# from 4096³ on; at 3072³ we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate over torch's is
 #
 # - :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³ and
 #   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³ in float16
@@ -1043,14 +1043,14 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of its rate for one row and
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
 # :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic counts. One row reaches
-# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of a copy's rate. But that is the copy of a gibibyte. 117 MB
-# are read so quickly that what does not grow with them counts: the launch and the first loads. From two rows on there
-# is also the sum of the parts, and it is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
+# :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 1` of the rate of a copy of as many bytes. From
+# two rows on there is also the sum of the parts, and it is
+# :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 2`.
 #
 # With a long :math:`K` torch is ahead. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of
 # torch's rate at the end of the sweep, and at worst at
 # :measured:`matmul-long-fp16: triton_gallery / torch at worst`. From 2048 on :math:`K` is cut: the parts go to memory
-# in float32 and come back, and up to 16384 the tiles are smaller than 128 × 128, so that fewer parts will do. What each
+# in float32 and come back, and up to 8192 the tiles are smaller than 128 × 128, so that fewer parts will do. What each
 # of these costs we have not measured. With :math:`K = 1024`, which is not cut, it is
 # :measured:`matmul-long-fp16: triton_gallery / torch at 1024`.
 #
@@ -1062,9 +1062,12 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 8191` at 8191³.
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
-# other one at 1024³, where a launch counts. In larger products the trip that they save makes up a part of what the
-# product alone is behind. At 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`, and at 8192³
-# at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`; the best other one is `torch.compile` at both.
+# other one at 1024³, where a launch counts. In larger products the trip that they save has to make up for what the
+# product alone is behind. At 4096³ it does, and we are at
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`; at 8192³, where the best other one is `torch.compile`, we
+# are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While a tile is on its way out, the matrix unit
+# waits, so each instruction of the activation counts: an earlier version took a quotient where this one squares a
+# reciprocal square root, and lost all of that lead.
 
 # %%
 # Break it: forget the short group

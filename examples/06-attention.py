@@ -1303,9 +1303,10 @@ decode_report
 # sequences of 4096 positions with shared heads have half as much and reach
 # :measured:`attention-decode-fp16: triton_gallery / limit at 16×8×4096`; one of them has 16 MiB, for which two launches
 # and the first wait for memory weigh most, and reaches
-# :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`. The last shape has 512 heads that share
-# nothing. It takes no splits, and with :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` it is
-# the nearest to a copy.
+# :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`, or
+# :measured:`attention-decode-fp16: triton_gallery / copy of as many bytes at 1×8×4096` of a copy of as many bytes. The
+# last shape has 512 heads that share nothing. It takes no splits, and with
+# :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` it is the nearest to a copy.
 #
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096` of
 # cuDNN. With 32 heads of keys we are about even, at
@@ -1405,8 +1406,8 @@ for seq_len in (512, 1024, 4096, 16384):
 # Latent attention has room for 128 keys. With 4096 positions its forward pass runs at
 # :measured:`attention-fwd-latent-fp16: triton_gallery / cuDNN at 4096` of cuDNN's. Its backward pass runs at
 # :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at 4096`, at worst at
-# :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at worst`. cuDNN's reaches a higher rate there than with
-# 192 numbers throughout, and ours does not.
+# :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at worst`. cuDNN's is much quicker there than with 192
+# numbers throughout, and ours is not.
 #
 # In the deterministic mode seven products take the place of five where the head dimension is 128. It reaches
 # :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 4096` the rate of the
