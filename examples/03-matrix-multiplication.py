@@ -1064,10 +1064,10 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
 # other one at 1024³, where a launch counts. In larger products the trip that they save has to make up for what the
 # product alone is behind. At 4096³ it does, and we are at
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`; at 8192³, where the best other one is `torch.compile`, we
-# are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While a tile is on its way out, the matrix unit
-# waits, so each instruction of the activation counts: an earlier version took a quotient where this one squares a
-# reciprocal square root, and lost all of that lead.
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`; at 8192³ the best other one is `torch.compile`, and we
+# are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While a tile is on its way out the matrix unit
+# waits, so each instruction of the activation counts. An earlier version took a quotient where this one squares the
+# inverse of a root, which the GPU has an instruction for, and lost all of that lead.
 
 # %%
 # Break it: forget the short group
