@@ -690,10 +690,10 @@ report_across
 # 1024 columns. The last two shapes have rows in parts. They are read twice, take two launches, and reach
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 4096×4096` and
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256`. They were quicker once. Then a
-# tool found threads that merged the same parts and did not agree on the last bit
-# (:doc:`/getting-started/how-we-test` has the story). Since that was mended, each program merges a block of 64 parts
-# and 64 rows at a time, which takes three times as many registers, so that fewer programs find room. Of
-# the layouts that this page measures, rows across memory is the one that we serve worst.
+# tool found threads that merged the same parts and did not agree on the last bit (*How we test* has the story). Since
+# that was mended, each program merges a block of 64 parts and 64 rows at a time, which takes three times as many
+# registers, so that fewer programs find room. Of the layouts that this page measures, rows across memory is the one
+# that we serve worst.
 #
 # `torch.compile` is the one to beat here. The shapes of tiles are what does it: an earlier version, with tiles of 8
 # rows at 1024 columns, half of what memory hands out at least, was much slower than it. Of its rate we now reach

@@ -40,7 +40,7 @@ def _head(width):
 
 @gluon.jit
 def allocate(TILES: gl.constexpr, desc, PIECES: gl.constexpr):
-    """Shared memory for tiles whose pieces desc copies; an even number of tiles where they have three."""
+    """Shared memory for tiles whose pieces desc copies."""
     SHAPE: gl.constexpr = [TILES * PIECES] + desc.block_type.shape  # noqa: RUF005
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
