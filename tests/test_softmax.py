@@ -745,16 +745,25 @@ def test_a_single_row_is_read_16_bytes_at_a_time(n_cols):
 def test_parts_meet_in_one_order(n_rows, dim):
     """What all threads of a warp hold has to be the same to the last bit, as more than one of them writes it.
 
-    A warp sums up by a butterfly of additions, of which the first takes the product in front of it along: a * b + c in
-    one thread, c * d + b' in another. Where a second warp has a share, one thread alone passes its sum on.
+    A warp sums up by a butterfly: each thread adds what another one sends. Were the addition one instruction with the
+    product in front of it, that would be a * b + c in one thread, c * d + b' in another.
     """
     n_cols = 9001 if dim == 0 else 1_000_001
     x = torch.empty((n_cols, n_rows) if dim == 0 else (n_rows, n_cols), device="meta", dtype=torch.float32)
-    report = tg.codegen.inspect(tg.softmax, x, dim, targets=["sm_80"])
-    text = report.source("_softmax_parts_fwd_kernel", "sm_80", "ttgir")
-    warps = dict(re.findall(r"(#blocked\d*) = #ttg.blocked<.*warpsPerCTA = \[(\d+)", text))
-    layouts = re.findall(r"}\) : \(tensor<\d+x\d+xf32, (#blocked\d*)>\) -> tensor", text)
-    assert len(layouts) == 2 and all(int(warps[layout]) > 1 for layout in layouts)
+    report = tg.codegen.inspect(tg.softmax, x, dim, targets=["sm_90"])
+    sent, n_added = set(), 0
+    for line in report.source("_softmax_parts_fwd_kernel", "sm_90", "sass").splitlines():
+        if not (instruction := re.search(r"\*/ +(?:@!?\w+ )?([A-Z][\w.]+) (.*);", line)):
+            continue
+        name, operands = instruction[1], re.findall(r"\b(?:R\d+|PT)\b", instruction[2])
+        if name == "SHFL.BFLY":
+            sent.add(operands[1])
+            continue
+        is_added = bool(sent & set(operands[1:]))
+        assert not (is_added and name.startswith("FFMA")), line
+        n_added += is_added and name == "FADD"
+        sent -= set(operands[:1])
+    assert n_added >= 5
 
 
 # --- fuzz ---

@@ -159,7 +159,11 @@ def _online_update(m, s, x, DTYPE: tl.constexpr):
 def _online_finish(m, s):
     """Merge the lanes of axis 0: the row's maximum, and its sum of exp(x - maximum)."""
     row_max = tl.max(m, axis=0, keep_dims=True)
-    return row_max, tl.sum(s * tl.exp(m - row_max), axis=0, keep_dims=True)
+    # Every thread of a warp adds its own product to what another sends. Were the two one instruction, the own product
+    # would not be rounded and the other would, and the threads' sums would differ in their last bits. A choice between
+    # the product and 0 keeps them apart.
+    s = tl.where(s != 0, s * tl.exp(m - row_max), 0.0)
+    return row_max, tl.sum(s, axis=0, keep_dims=True)
 
 
 @triton.jit
@@ -698,10 +702,7 @@ def _launch_parts(
         kernel = _softmax_parts_bwd_kernel
         launch(_softmax_parts_sum_kernel, grid, *inputs, *args, *strides, **options, **is_log)
     strides = *rows.row_strides, *rows.col_strides
-    # With fewer parts in a block, the threads of one warp would merge all of them, each adding what another one holds.
-    # As a product is rounded before it is sent, and not where it is added, they would differ in their sums' last bits.
-    block_parts = max(64, 1024 // block_rows)
-    launch(kernel, grid, *inputs, out, *args, *strides, BLOCK_PARTS=block_parts, **options, **is_log)
+    launch(kernel, grid, *inputs, out, *args, *strides, BLOCK_PARTS=1024 // block_rows, **options, **is_log)
 
 
 def _row(x: torch.Tensor, i: int, n_cols: int, row_stride: int) -> torch.Tensor:
