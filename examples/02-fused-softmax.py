@@ -689,11 +689,8 @@ report_across
 # narrow, and we fall behind: :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 1024×16384` at
 # 1024 columns. The last two shapes have rows in parts. They are read twice, take two launches, and reach
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 4096×4096` and
-# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256`. They were quicker once. Then a
-# tool found threads that merged the same parts and did not agree on the last bit (*How we test* has the story). Since
-# that was mended, each program merges a block of 64 parts and 64 rows at a time, which takes three times as many
-# registers, so that fewer programs find room. Of the layouts that this page measures, rows across memory is the one
-# that we serve worst.
+# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256`. Of the layouts that this page
+# measures, rows across memory is the one that we serve worst.
 #
 # `torch.compile` is the one to beat here. The shapes of tiles are what does it: an earlier version, with tiles of 8
 # rows at 1024 columns, half of what memory hands out at least, was much slower than it. Of its rate we now reach
@@ -782,8 +779,11 @@ report_short
 # The way around the first limit is to cut a row into parts, each with a program of its own. A first kernel takes the
 # maximum and the sum of each part, the second joins them, by the formula with which `_online_finish` joins lanes, and
 # writes the result. So even a single row keeps the GPU busy. The price is a second launch, for no part can be written
-# before all have been read, and a second reading of the row:
+# before all have been read, and a second reading of the row. A program loads `N_BLOCKS` blocks before it looks at the
+# first of them: so their loads are under way together, and a lane, which meets as many numbers at a time, takes their
+# maximum first and then corrects its sum once for all of them, not once for each:
 
+# quote: triton_gallery.softmax._online_update_by_blocks
 # quote: triton_gallery.softmax._softmax_parts_stats_kernel
 # quote: triton_gallery.softmax._softmax_parts_fwd_kernel
 

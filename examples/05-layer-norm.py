@@ -731,12 +731,12 @@ long_report
 
 # %%
 # The bytes that are counted are the same at every point. What changes is where a row is when it is needed for the
-# second time. Up to 49152 numbers one program keeps it in registers: at 24576 we reach
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 24576` of a copy's rate. Longer ones take
-# programs of 512 threads, of which a multiprocessor has room for one, and it is
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768` and
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 49152`. From 65536 on a row lies on several
-# multiprocessors: :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536`, and
+# second time. Up to 24576 numbers one program keeps it in registers, and there we reach
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 24576` of a copy's rate. Registers would do
+# up to 49152 numbers. But such a program has 512 threads, a multiprocessor has room for one of them, and while it
+# stores a row, nothing is loaded. So longer rows lie on several multiprocessors, at
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768` with 32768 numbers,
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536` with 65536, and
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where 64 programs
 # wait for the last of them in each row.
 #
@@ -757,7 +757,8 @@ long_report
 # - 16384 × 4096: a row is four blocks of 1024, without a gap.
 # - 8192 × 5120: five blocks, where a tile of one block would have 8192 lanes.
 # - 4096 × 12288: on Hopper, rows wait in shared memory, and a program has a multiprocessor to itself.
-# - 2048 × 65536: rows are cut into blocks of columns. That makes five trips, of which three are credited.
+# - 2048 × 65536: a row lies in 16 parts on several multiprocessors (on Hopper; elsewhere it takes five trips, of which
+#   three are credited).
 #
 # The more rows a program adds up, the less its partial row weighs.
 
@@ -800,8 +801,8 @@ shapes_report
 # :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 16384×4096` of its rate; with 5120 it
 # is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 8192×5120`. At 12288 columns, with
 # one program on each multiprocessor, it is
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 4096×12288`. Five trips leave 60 % at
-# best, and we get :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 2048×65536`. Against
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 4096×12288`, and at 65536, in parts,
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 2048×65536`. Against
 # the best other provider, the lowest of the five ratios is
 # :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
 #
@@ -841,10 +842,13 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
 # With longer rows the rate should rise. The curve of the backward pass has teeth: it drops where a row has
 # just outgrown its block, and climbs as the next one fills. Beyond :math:`N = 5120` a block has 2048 numbers, and a
-# multiprocessor room for one program. Beyond 8192 a row and its sums no longer fit into registers. Up to 16384 columns
-# of 16 bits, Hopper has room for `x`, `dy` and the weight in its shared memory, from where they can be read twice, and
-# registers hold the sums alone (`hopper/layer_norm.py`, in Gluon); there a row is made of chunks of 4096, and the
-# fourth begins beyond 12288. Longer rows, and all of them on other GPUs, are cut into column blocks. The row sums then
+# multiprocessor room for one program. Beyond 8192 a row and its sums no longer fit into registers. On Hopper they need
+# not (`hopper/layer_norm.py`, in Gluon): `x`, `dy` and the weight wait in shared memory, from where they can be read
+# twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and
+# lies on one multiprocessor. Longer rows are cut into parts, as in the forward pass. This time the programs of a row
+# tell each other their shares of the two sums that each element of `dx` needs. To wait for an answer takes long, so
+# they ask early: a program first adds up a row and sends what it has found, then it computes the gradient of the row
+# *before*, whose answers have come in the meantime. On other GPUs rows are cut into column blocks, and the row sums
 # need a pass of their own over `x` and `dy`: five trips instead of three.
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:

@@ -199,6 +199,21 @@ def test_rows_on_several_multiprocessors_match_torch(norm, dtype, n_rows, n_cols
         check(norm, x[2:], (n_cols,), params)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_parts_of_the_backward_pass_cover_each_row(dtype):
+    plan_backward = hopper.load("layer_norm").plan_backward
+    for n_cols in (*range(8208, 66_000, 16), *range(66_000, 1_400_000, 16 * 61)):
+        x = torch.empty(2, n_cols, device="meta", dtype=dtype)
+        plan = plan_backward(x, x, None)
+        if plan is None:
+            assert n_cols * x.element_size() > 132 * 3 * 8 * 1024
+            continue
+        assert (plan.n_parts - 1) * plan.part_cols < n_cols <= plan.n_parts * plan.part_cols
+        assert plan.max_groups * plan.n_parts <= 4 * 132
+        if plan.n_parts > 1:
+            assert plan.part_cols % 16 == 0 and plan.part_cols * x.element_size() <= plan.n_chunks * 2048
+
+
 @pytest.mark.gpu
 @NORMS
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -517,12 +532,12 @@ def test_gradients_of_weight_and_bias_have_their_shape(shape, device):
 
 
 @NORMS
-@pytest.mark.parametrize("n_cols", [24, 77, 8208], ids=["short", "long", "in shared memory"])
+@pytest.mark.parametrize("n_cols", [24, 77, 8208, 16_400], ids=["short", "long", "in shared memory", "in parts"])
 def test_gradients_repeat_bit_for_bit(norm, n_cols, device, request):
     if n_cols < 8192:
         request.getfixturevalue("small_blocks")
     elif DEVICE.type == "cpu":
-        pytest.skip("this kernel is for Hopper")
+        pytest.skip("these kernels are for Hopper")
     n_rows = 20 if DEVICE.type == "cpu" else 2000
     x, dy = torch.randn(2, n_rows, n_cols, device=device).bfloat16()
     params = make_params(norm, (n_cols,), x.dtype, device)

@@ -14,10 +14,10 @@ from ._launch import alignment, cdiv, is_hopper, launch, next_power_of_2, num_mu
 from ._registration import apply, differentiable, one_by_one, operator
 from ._replay import replayed
 
-# Rows of up to this many bytes stay in the registers of one program, and those of which each number takes a load of its
-# own up to this many elements; the forward pass reads longer ones twice.
+# Rows of up to this many elements stay in the registers of one program; and those of up to this many bytes, if they are
+# read 16 bytes at a time and cannot be cut into parts. The forward pass reads longer ones twice.
+_FWD_MAX_COLS = 24576
 _FWD_MAX_BYTES = 98304
-_FWD_MAX_ODD = 24576
 # Short rows share a program, so many that it has about this many elements.
 _FWD_TILE = 2048
 # Longer rows than this have a program of their own, which reads them in blocks of columns.
@@ -471,6 +471,12 @@ def _bwd_in_blocks(dy: torch.Tensor, x: torch.Tensor, n_cols: int, vectorized: b
     return (1024, 4, 3 if n_cols <= 3072 else 2) if n_cols <= 5120 else (2048, 8, 1)
 
 
+def _parts(rows: torch.Tensor):
+    """The kernels for Hopper, where they can cut these rows into parts."""
+    kernels = hopper.load("layer_norm") if is_hopper(rows.device) else None
+    return kernels if kernels is not None and kernels.supports_forward(rows, rows.shape[1]) else None
+
+
 def _rows(x: torch.Tensor, n_cols: int, col_strides: tuple[int, ...] = (1,)) -> torch.Tensor:
     """x as a matrix of n_cols columns: a view wherever its strides allow one, otherwise a copy."""
     rows = x.reshape(-1, n_cols)
@@ -529,14 +535,14 @@ def _layer_norm_fwd(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
-    elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_ODD):
+    elif n_cols > _FWD_MAX_COLS and (parts := _parts(rows)) is not None:
+        parts.forward(rows, weight, bias, y, mean if subtract_mean else None, rstd, eps)
+    elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_COLS):
         block_n, num_warps = _fwd_block(n_cols, vectorized and x.dtype != torch.float64)
         launch(
             _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
             N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
-    elif is_hopper(x.device) and (parts := hopper.load("layer_norm")) and parts.supports_forward(rows, n_cols):
-        parts.forward(rows, weight, bias, y, mean if subtract_mean else None, rstd, eps)
     else:
         block_n = (1 if n_cols <= 32768 else 2) * _FWD_LONG_TILE * 2 // x.element_size()
         launch(
@@ -611,12 +617,11 @@ def _layer_norm_bwd(
     shapes_and_strides = (n_rows, n_cols, dy.stride(0), dy.stride(1), x.stride(0))
 
     resident = hopper.load("layer_norm") if is_hopper(x.device) else None
-    if resident is not None and resident.supports(dy, x, weight, n_cols):
-        max_programs = num_multiprocessors(x.device)
-        n_programs = min(max_programs, n_rows)
-        dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
-        resident.backward(dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_programs)
-        _sum_partials(dw_partial, db_partial, dw, db, max_programs)
+    if resident is not None and (plan := resident.plan_backward(dy, x, weight)) is not None:
+        n_groups = min(n_rows, plan.max_groups)
+        dw_partial, db_partial = _partials(n_groups, n_cols, rstd, dw_dtype, db_dtype)
+        resident.backward(dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_groups, plan)
+        _sum_partials(dw_partial, db_partial, dw, db, plan.max_groups)
         return dx, dw, db
 
     vectorized, align = alignment((dy, x), n_cols, dy.stride(0), x.stride(0))
@@ -814,12 +819,13 @@ def layer_norm(
     Notes:
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
-        costs no accuracy. Rows of any length work: up to 96 KiB of a row stay in registers (but no more than 24576
-        elements, unless they can be read 16 bytes at a time), longer ones are read twice. On Hopper, longer rows (but
-        not of float64) stay on several multiprocessors and are read once, up to 16 MiB, if the number of their elements
-        is a multiple of 16 and if they begin at multiples of 16 elements. The gradients are deterministic: the same
-        inputs on the same GPU give the same bits. Second derivatives are supported by autograd, through torch
-        operations, and not by the transforms of ``torch.func``.
+        costs no accuracy. Rows of any length work: up to 24576 elements (12288 in float64) stay in registers, and up to
+        96 KiB of a row that can be read 16 bytes at a time; longer ones are read twice. The gradients keep at most 8192
+        elements there. On Hopper, longer rows (but not of float64) stay on the chip and are read once, up to 16 MiB of
+        a row forward and 3 MiB backward, if the number of their elements is a multiple of 16 and if they begin at
+        multiples of 16 elements. The gradients are deterministic: the same inputs on the same GPU give the same bits.
+        Second derivatives are supported by autograd, through torch operations, and not by the transforms of
+        ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery

@@ -34,6 +34,8 @@ _ONLINE_BLOCK_BYTES = 8 * 1024
 # Few rows of at least as many blocks are cut into parts; of more blocks where there are more than 32 rows: measured on
 # an H200.
 _MIN_STEPS_OF_PARTS = 16
+# Blocks of a part that are on their way together, forward; half of that backward, where each has two tensors.
+_PART_BLOCKS = 4
 # A float32 sum of thousands of numbers, one after another, loses digits: no lane adds up more of a part than this.
 _MAX_STEPS_OF_PARTS = 64
 # The second walk over a row should find it in the L2 cache, so all rows in flight together stay below this.
@@ -153,6 +155,18 @@ def _online_update(m, s, x, DTYPE: tl.constexpr):
     e = _exp(-tl.abs(x - m), DTYPE)
     s = tl.where(x > m, s * e + 1, s + e)
     return tl.maximum(m, x), s
+
+
+@triton.jit
+def _online_update_by_blocks(m, s, blocks, DTYPE: tl.constexpr):
+    """Fold several numbers into each lane's m and s at a time: they share the new maximum, and one correction of s."""
+    new = m
+    for k in tl.static_range(len(blocks)):
+        new = tl.maximum(new, blocks[k])
+    s *= _exp(m - new, DTYPE)
+    for k in tl.static_range(len(blocks)):
+        s += _exp(blocks[k] - new, DTYPE)
+    return new, s
 
 
 @triton.jit
@@ -280,28 +294,32 @@ def _softmax_parts_stats_kernel(
     n_rows,
     n_cols,
     n_parts,
-    part_cols,  # a multiple of BLOCK_COLS
+    part_cols,  # columns of a part; the last one may have fewer
     sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
     x_row_strides,
     x_col_stride,
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    N_BLOCKS: tl.constexpr,  # of columns, which are loaded together
     STATS_DTYPE: tl.constexpr,
 ):
     """Program i * n_parts + j owns part j of the rows of tile i: their maxima, and sums of exp(x - maximum)."""
     part = (tl.program_id(0) % n_parts).to(tl.int64)
     rows = (tl.program_id(0) // n_parts).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
     lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
+    end = tl.minimum(n_cols, (part + 1) * part_cols)
     x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     m, s = _online_start((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=NUM_STAGES):
-        cols = start + lanes
-        mask = (rows < n_rows) & (cols < n_cols)
-        x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_last")
-        m, s = _online_update(m, s, x.to(DTYPE).to(STATS_DTYPE), DTYPE)
+    for start in range(0, part_cols, N_BLOCKS * BLOCK_COLS):
+        blocks = ()
+        for k in tl.static_range(N_BLOCKS):
+            cols = start + k * BLOCK_COLS + lanes
+            mask = (rows < n_rows) & (cols < end)
+            x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_last")
+            blocks += (x.to(DTYPE).to(STATS_DTYPE),)
+        m, s = _online_update_by_blocks(m, s, blocks, DTYPE)
     part_max, part_sum = _online_finish(m, s)
     offsets = rows * n_parts + part
     tl.store(part_max_ptr + offsets, part_max, mask=rows < n_rows)
@@ -317,7 +335,7 @@ def _softmax_parts_fwd_kernel(
     n_rows,
     n_cols,
     n_parts,
-    part_cols,  # a multiple of BLOCK_COLS
+    part_cols,  # columns of a part; the last one may have fewer
     sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
     x_row_strides,
     out_row_strides,
@@ -326,7 +344,7 @@ def _softmax_parts_fwd_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    N_BLOCKS: tl.constexpr,  # of columns, which are loaded together
     BLOCK_PARTS: tl.constexpr,
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
@@ -346,14 +364,20 @@ def _softmax_parts_fwd_kernel(
         m, s = new, s * tl.exp(m - new) + part_sum * tl.exp(part_max - new)
     row_max, row_sum = _online_finish(m, s)
     lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
+    end = tl.minimum(n_cols, (part + 1) * part_cols)
     x_ptrs = x_ptr + _row_offsets(rows, sizes, x_row_strides)
     out_ptrs = out_ptr + _row_offsets(rows, sizes, out_row_strides)
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=NUM_STAGES):
-        cols = start + lanes
-        mask = (rows < n_rows) & (cols < n_cols)
-        x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_first")
-        out = _normalize(x.to(DTYPE).to(STATS_DTYPE), row_max, row_sum, DTYPE, IS_LOG)
-        tl.store(out_ptrs + cols * out_col_stride, out.to(DTYPE), mask=mask)
+    for start in range(0, part_cols, N_BLOCKS * BLOCK_COLS):
+        blocks = ()
+        for k in tl.static_range(N_BLOCKS):
+            cols = start + k * BLOCK_COLS + lanes
+            mask = (rows < n_rows) & (cols < end)
+            x = tl.load(x_ptrs + cols * x_col_stride, mask=mask, other=-float("inf"), eviction_policy="evict_first")
+            blocks += (x,)
+        for k in tl.static_range(N_BLOCKS):
+            cols = start + k * BLOCK_COLS + lanes
+            out = _normalize(blocks[k].to(DTYPE).to(STATS_DTYPE), row_max, row_sum, DTYPE, IS_LOG)
+            tl.store(out_ptrs + cols * out_col_stride, out.to(DTYPE), mask=(rows < n_rows) & (cols < end))
 
 
 # --- backward kernels -------------------------------------------------------------------------------------------------
@@ -489,7 +513,7 @@ def _softmax_parts_sum_kernel(
     n_rows,
     n_cols,
     n_parts,
-    part_cols,  # a multiple of BLOCK_COLS
+    part_cols,  # columns of a part; the last one may have fewer
     sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
     y_row_strides,
     dy_row_strides,
@@ -498,7 +522,7 @@ def _softmax_parts_sum_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    N_BLOCKS: tl.constexpr,  # of columns, which are loaded together
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
 ):
@@ -506,15 +530,17 @@ def _softmax_parts_sum_kernel(
     part = (tl.program_id(0) % n_parts).to(tl.int64)
     rows = (tl.program_id(0) // n_parts).to(INDEX_DTYPE) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
     lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
+    end = tl.minimum(n_cols, (part + 1) * part_cols)
     y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides)
     dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides)
     sums = tl.zeros((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=NUM_STAGES):
-        cols = start + lanes
-        mask = (rows < n_rows) & (cols < n_cols)
-        y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_last")
-        dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0, eviction_policy="evict_last")
-        sums += _summand(y.to(STATS_DTYPE), dy.to(STATS_DTYPE), IS_LOG)
+    for start in range(0, part_cols, N_BLOCKS * BLOCK_COLS):
+        for k in tl.static_range(N_BLOCKS):
+            cols = start + k * BLOCK_COLS + lanes
+            mask = (rows < n_rows) & (cols < end)
+            y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_last")
+            dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0, eviction_policy="evict_last")
+            sums += _summand(y.to(STATS_DTYPE), dy.to(STATS_DTYPE), IS_LOG)
     tl.store(part_sum_ptr + rows * n_parts + part, tl.sum(sums, axis=0, keep_dims=True), mask=rows < n_rows)
 
 
@@ -527,7 +553,7 @@ def _softmax_parts_bwd_kernel(
     n_rows,
     n_cols,
     n_parts,
-    part_cols,  # a multiple of BLOCK_COLS
+    part_cols,  # columns of a part; the last one may have fewer
     sizes,  # sizes of the row dimensions, innermost first; their product is n_rows
     y_row_strides,
     dy_row_strides,
@@ -538,7 +564,7 @@ def _softmax_parts_bwd_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    N_BLOCKS: tl.constexpr,  # of columns, which are loaded together
     BLOCK_PARTS: tl.constexpr,
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
@@ -553,16 +579,23 @@ def _softmax_parts_bwd_kernel(
         sums += tl.load(part_sum_ptr + rows * n_parts + parts, mask=mask, other=0.0)
     row_sum = tl.sum(sums, axis=0, keep_dims=True)
     lanes = part * part_cols + tl.arange(0, BLOCK_COLS)[:, None]
+    end = tl.minimum(n_cols, (part + 1) * part_cols)
     y_ptrs = y_ptr + _row_offsets(rows, sizes, y_row_strides)
     dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides)
     dx_ptrs = dx_ptr + _row_offsets(rows, sizes, dx_row_strides)
-    for start in tl.range(0, part_cols, BLOCK_COLS, num_stages=NUM_STAGES):
-        cols = start + lanes
-        mask = (rows < n_rows) & (cols < n_cols)
-        y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_first")
-        dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0, eviction_policy="evict_first")
-        dx = _gradient(y.to(STATS_DTYPE), dy.to(STATS_DTYPE), row_sum, IS_LOG)
-        tl.store(dx_ptrs + cols * dx_col_stride, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    for start in range(0, part_cols, N_BLOCKS * BLOCK_COLS):
+        ys = ()
+        dys = ()
+        for k in tl.static_range(N_BLOCKS):
+            cols = start + k * BLOCK_COLS + lanes
+            mask = (rows < n_rows) & (cols < end)
+            ys += (tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_first"),)
+            dys += (tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0, eviction_policy="evict_first"),)
+        for k in tl.static_range(N_BLOCKS):
+            cols = start + k * BLOCK_COLS + lanes
+            dx = _gradient(ys[k].to(STATS_DTYPE), dys[k].to(STATS_DTYPE), row_sum, IS_LOG)
+            mask = (rows < n_rows) & (cols < end)
+            tl.store(dx_ptrs + cols * dx_col_stride, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
@@ -691,9 +724,8 @@ def _launch_parts(
     is_log = {"IS_LOG": meta["IS_LOG"]}
     options = {
         "INDEX_DTYPE": rows.index_dtype, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols,
-        # A part of one block comes straight to registers; blocks that wait for their turn do so in shared memory.
-        "NUM_STAGES": 1 if part_cols == block_cols else 5 - len(inputs),
-        "STATS_DTYPE": meta["STATS_DTYPE"], "num_warps": num_warps,
+        "N_BLOCKS": min(_PART_BLOCKS // len(inputs), part_cols // block_cols), "STATS_DTYPE": meta["STATS_DTYPE"],
+        "num_warps": num_warps,
     }  # fmt: skip
     if len(inputs) == 1:
         kernel = _softmax_parts_fwd_kernel

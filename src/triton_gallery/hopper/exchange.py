@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import cdiv, launch, scratch
+from .._launch import cdiv, launch, next_power_of_2, scratch
 from ._gluon import gl, gluon
 
 # What a mailbox holds before a message: two NaNs with the sign bit set, which no arithmetic of the GPU makes.
@@ -37,21 +37,39 @@ def at_a_time(n_programs: int, num_warps: int) -> dict[str, int | bool]:
     return {"launch_cooperative_grid": True, "maxnreg": 65536 // (32 * num_warps * n_programs) // 8 * 8}
 
 
-@gluon.jit
-def exchange(mail_ptr, first, second, part, n_parts, MAX_PARTS: gl.constexpr, num_warps: gl.constexpr):
-    """Send two float32 numbers of this part of a row and wait for those of all parts.
+def max_parts(n_parts: int, num_warps: int) -> int:
+    """MAX_PARTS of `receive`: at least one for each thread.
 
-    Returns both for each part, and the parts' numbers; of MAX_PARTS, those from n_parts on repeat the last part.
+    Were there fewer, several threads would read the same mailbox, and only one of them would be asked what it found.
     """
+    return max(next_power_of_2(n_parts), 32 * num_warps)
+
+
+@gluon.jit
+def send(mail_ptr, first, second, part):
+    """Send two float32 numbers of this part of a row to all parts."""
     # One store of 64 bits, so that nobody sees the first number without the second.
     high = first.to(gl.int32, bitcast=True).to(gl.int64) << 32
     message = high | (second.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
     gl.atomic_xchg(mail_ptr + part, message, sem="relaxed")
+
+
+@gluon.jit
+def receive(mail_ptr, n_parts, MAX_PARTS: gl.constexpr, num_warps: gl.constexpr):
+    """Wait for the two numbers of all parts of a row.
+
+    Returns both for each part, and the parts' numbers; of MAX_PARTS, those from n_parts on repeat the last part.
+    """
     parts = gl.arange(0, MAX_PARTS, gl.BlockedLayout([1], [32], [num_warps], [0]))
     ptrs = mail_ptr + gl.minimum(parts, n_parts - 1)
     mail = gl.load(ptrs, volatile=True)
     while gl.max((mail == EMPTY).to(gl.int32), 0) == 1:
         mail = gl.load(ptrs, volatile=True)
-    # Several threads hold the same mailbox, and the reduction asked one of them. Now nobody finds an empty one.
-    mail = gl.load(ptrs, volatile=True)
     return (mail >> 32).to(gl.int32).to(gl.float32, bitcast=True), mail.to(gl.int32).to(gl.float32, bitcast=True), parts
+
+
+@gluon.jit
+def exchange(mail_ptr, first, second, part, n_parts, MAX_PARTS: gl.constexpr, num_warps: gl.constexpr):
+    """`send`, then `receive`."""
+    send(mail_ptr, first, second, part)
+    return receive(mail_ptr, n_parts, MAX_PARTS, num_warps)

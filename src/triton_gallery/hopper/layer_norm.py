@@ -1,17 +1,19 @@
 """Layer norm of long rows, in Gluon: a row waits on the chip between the passes over it.
 
-Forward, rows have more room than a multiprocessor where each is cut into parts, see ``exchange``. Backward, both means
-of a row must be known before the first element of its gradient, and the sums for weight and bias stay in registers from
-the first row to the last. For both there is no room in registers when rows are long. So the rows of x and dy, and the
-weight, live in shared memory, where the next rows arrive while this one is worked on.
+Backward, both means of a row must be known before the first element of its gradient, and the sums for weight and bias
+stay in registers from the first row to the last. For both there is no room in registers when rows are long. So the rows
+of x and dy, and the weight, live in shared memory, where the next rows arrive while this one is worked on. Rows that
+leave a multiprocessor no room for the next ones are cut into parts, forward and backward: see ``exchange``.
 """
+
+from typing import NamedTuple
 
 import torch
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors
+from .._launch import cdiv, launch, num_multiprocessors
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
-from .exchange import at_a_time, exchange, mailboxes
+from .exchange import at_a_time, exchange, mailboxes, max_parts, receive, send
 
 # Forward, a warp has this much of a row, in chunks of so many vectors of 16 bytes for each thread. The warps of all
 # programs on a multiprocessor fill half of its shared memory.
@@ -20,36 +22,33 @@ _STEPS = 2
 _WARPS_PER_PROCESSOR = 32
 # Rows of up to this many bytes, and warps of a program then: a short row wants many programs at different points of
 # their work, a long one few parts that tell each other: measured on an H200.
-_PART_WARPS = ((128 * 1024, 1), (512 * 1024, 2), (2**31, 4))
+_PART_WARPS = ((256 * 1024, 1), (512 * 1024, 2), (2**31, 4))
 
+# Backward, whole rows: warps of the only program on a multiprocessor, elements of a chunk, eight for each thread;
+# chunks of the longest row; and rows in shared memory: one at work, one on its way. A third was slower.
 _NUM_WARPS = 16
-_CHUNK = _NUM_WARPS * 32 * 8  # elements: eight for each thread, 16 bytes of a 16-bit dtype
-_MAX_CHUNKS = 4
-# Rows in shared memory: one at work, one on its way. A third was slower.
+_CHUNK = _NUM_WARPS * 32 * 8
+_MAX_CHUNKS = 3
 _STAGES = 2
+# Backward, parts: warps of a program, chunks of a part, and rows in shared memory: one whose gradient is computed, one
+# whose sums are, one on its way. A multiprocessor has programs with this many chunks in all.
+_PART_WARPS_BWD = 4
+_PART_CHUNKS = (3, 4)
+_PART_STAGES = 3
+_CHUNKS_PER_PROCESSOR = 12
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _copy_part(smem, x_part_ptr, cols, count, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, CHUNK: gl.constexpr):
-    """Start the copies of a part of a row, chunk by chunk."""
-    for c in gl.static_range(N_CHUNKS):
-        mask = None if c < N_FULL else c * CHUNK + cols < count
-        async_copy_to_shared(smem.index(c), x_part_ptr + c * CHUNK + cols, mask=mask)
-        async_copy.commit_group()
-
-
-@gluon.jit
-def _affine(x_hat, weight_ptr, bias_ptr, cols, mask):
-    """x_hat * weight + bias for the columns `cols`."""
-    y = x_hat
-    if weight_ptr is not None:
-        y *= gl.load(weight_ptr + cols, mask=mask, eviction_policy="evict_last").to(gl.float32)
-    if bias_ptr is not None:
-        y += gl.load(bias_ptr + cols, mask=mask, eviction_policy="evict_last").to(gl.float32)
-    return y
+def _copy_chunk(smem, slot, x_part_ptr, c: gl.constexpr, cols, count, exists, N_FULL: gl.constexpr):
+    """Start the copy of chunk c of a part of a row, if that row exists."""
+    CHUNK: gl.constexpr = cols.shape[0]
+    mask = exists & (cols >= 0)
+    if c >= N_FULL:
+        mask = mask & (c * CHUNK + cols < count)
+    async_copy_to_shared(smem.index(slot), x_part_ptr + c * CHUNK + cols, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_parts"])
@@ -94,7 +93,9 @@ def _layer_norm_parts_fwd_kernel(
         weight_ptr += first
     if bias_ptr is not None:
         bias_ptr += first
-    _copy_part(smem, x_ptr + row * x_row_stride, cols, count, N_CHUNKS, N_FULL, CHUNK)
+    for c in gl.static_range(N_CHUNKS):
+        _copy_chunk(smem, c, x_ptr + row * x_row_stride, c, cols, count, True, N_FULL)
+        async_copy.commit_group()
     while row < n_rows:
         mean = 0.0
         if mean_ptr is not None:
@@ -109,6 +110,12 @@ def _layer_norm_parts_fwd_kernel(
         for c in gl.static_range(N_CHUNKS):
             x = smem.index(c).load(LAYOUT).to(gl.float32) - mean
             m2 += x * x if c < N_FULL else gl.where(c * CHUNK + cols < count, x * x, 0.0)
+        # The first chunk's weight and bias are on their way while the parts agree.
+        mask = None if N_FULL > 0 else cols < count
+        if weight_ptr is not None:
+            weight = gl.load(weight_ptr + cols, mask=mask, eviction_policy="evict_last")
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + cols, mask=mask, eviction_policy="evict_last")
         row_mail_ptr = mail_ptr + row * n_parts
         means, m2s, parts = exchange(row_mail_ptr, mean, gl.sum(m2, 0), part, n_parts, MAX_PARTS, num_warps)
         # Chan's formula joins the parts: each brings its own spread, and the distance of its mean from the row's.
@@ -123,15 +130,20 @@ def _layer_norm_parts_fwd_kernel(
             if mean_ptr is not None:
                 gl.store(mean_ptr + row, mean)
         next_row = row + gl.num_programs(0) // n_parts
-        # After the last row the copies bring it again, and nobody reads them.
-        next_part_ptr = x_ptr + gl.minimum(next_row, n_rows - 1) * x_row_stride
         for c in gl.static_range(N_CHUNKS):
             chunk_cols = c * CHUNK + cols
             mask = None if c < N_FULL else chunk_cols < count
-            x_hat = (smem.index(c).load(LAYOUT).to(gl.float32) - mean) * rstd
-            y = _affine(x_hat, weight_ptr, bias_ptr, chunk_cols, mask)
+            y = (smem.index(c).load(LAYOUT).to(gl.float32) - mean) * rstd
+            if weight_ptr is not None:
+                if c > 0:
+                    weight = gl.load(weight_ptr + chunk_cols, mask=mask, eviction_policy="evict_last")
+                y *= weight.to(gl.float32)
+            if bias_ptr is not None:
+                if c > 0:
+                    bias = gl.load(bias_ptr + chunk_cols, mask=mask, eviction_policy="evict_last")
+                y += bias.to(gl.float32)
             gl.store(y_ptr + row * n_cols + chunk_cols, y.to(y_ptr.dtype.element_ty), mask=mask)
-            async_copy_to_shared(smem.index(c), next_part_ptr + chunk_cols, mask=mask)
+            _copy_chunk(smem, c, x_ptr + next_row * x_row_stride, c, cols, count, next_row < n_rows, N_FULL)
             async_copy.commit_group()
         row = next_row
     async_copy.wait_group(0)
@@ -177,7 +189,7 @@ def forward(
         x, weight, bias, y, mean, rstd, mailboxes(n_rows, n_parts, x.device),
         n_rows, n_parts, part_cols, n_cols, x.stride(0), eps,
         VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=part_cols // chunk,
-        N_FULL=(n_cols - (n_parts - 1) * part_cols) // chunk, MAX_PARTS=next_power_of_2(n_parts),
+        N_FULL=(n_cols - (n_parts - 1) * part_cols) // chunk, MAX_PARTS=max_parts(n_parts, num_warps),
         num_warps=num_warps, **at_a_time(n_programs, num_warps),
     )  # fmt: skip
 
@@ -186,13 +198,25 @@ def forward(
 
 
 @gluon.jit
-def _copy_row(x_smem, dy_smem, slot, x_row_ptr, dy_row_ptr, cols, n_cols, N_CHUNKS: gl.constexpr, CHUNK: gl.constexpr):
-    """Start the copies of a row of x and of dy."""
+def _copy_row(
+    x_smem, dy_smem, slot, x_part_ptr, dy_part_ptr, cols, count, exists, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr
+):  # fmt: skip
+    """Start the copies of a part of a row of x and of dy, if that row exists."""
     for c in gl.static_range(N_CHUNKS):
-        mask = c * CHUNK + cols < n_cols
-        async_copy_to_shared(x_smem.index(slot * N_CHUNKS + c), x_row_ptr + c * CHUNK + cols, mask=mask)
-        async_copy_to_shared(dy_smem.index(slot * N_CHUNKS + c), dy_row_ptr + c * CHUNK + cols, mask=mask)
+        _copy_chunk(x_smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, count, exists, N_FULL)
+        _copy_chunk(dy_smem, slot * N_CHUNKS + c, dy_part_ptr, c, cols, count, exists, N_FULL)
     async_copy.commit_group()
+
+
+@gluon.jit
+def _load_stats(mean_ptr, rstd_ptr, row, n_rows, num_warps: gl.constexpr):
+    """Mean and rstd of a row, as tensors of one element: a scalar would be waited for at once."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    offsets = gl.minimum(row, n_rows - 1) + gl.arange(0, 1, ONE)
+    mean = gl.zeros([1], gl.float32, ONE)
+    if mean_ptr is not None:
+        mean = gl.load(mean_ptr + offsets)
+    return mean, gl.load(rstd_ptr + offsets)
 
 
 @gluon.jit
@@ -210,6 +234,75 @@ def _add_pairs(a, b, c, d):
     return a + c, b + d
 
 
+@gluon.jit
+def _sums(
+    x_smem, dy_smem, weight_smem, slot, mean, rstd, cols, count,
+    N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """What a part adds to a row's sums of g * x_hat and of g."""
+    CHUNK: gl.constexpr = cols.shape[0]
+    gx_sum = gl.zeros([CHUNK], gl.float32, LAYOUT)
+    g_sum = gl.zeros([CHUNK], gl.float32, LAYOUT)
+    for c in gl.static_range(N_CHUNKS):
+        x_hat, _dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
+        gx = g * x_hat
+        if c >= N_FULL:
+            # Nothing was copied behind the end of the part, and whatever lay there may be NaN.
+            g = gl.where(c * CHUNK + cols < count, g, 0.0)
+            gx = gl.where(c * CHUNK + cols < count, gx, 0.0)
+        gx_sum += gx
+        g_sum += g
+    return gl.reduce((gx_sum, g_sum), 0, _add_pairs)
+
+
+@gluon.jit
+def _gradient(
+    x_smem, dy_smem, weight_smem, dx_part_ptr, slot, mean, rstd, gx_mean, g_mean, dw, db, cols, count,
+    N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store a part of a row of dx. Returns dw and db, with what this row adds to them."""
+    CHUNK: gl.constexpr = cols.shape[0]
+    new_dw = ()
+    new_db = ()
+    for c in gl.static_range(N_CHUNKS):
+        x_hat, dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
+        dx = (g - x_hat * gx_mean - g_mean) * rstd
+        mask = None if c < N_FULL else c * CHUNK + cols < count
+        gl.store(dx_part_ptr + c * CHUNK + cols, dx.to(dx_part_ptr.dtype.element_ty), mask=mask)
+        new_dw += (dw[c] + dy * x_hat,)
+        new_db += (db[c] + dy,)
+    return new_dw, new_db
+
+
+@gluon.jit
+def _load_weight(weight_smem, weight_part_ptr, cols, count, N_CHUNKS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Fill a part of the weight into shared memory: ones where there is none."""
+    CHUNK: gl.constexpr = cols.shape[0]
+    for c in gl.static_range(N_CHUNKS):
+        if weight_part_ptr is not None:
+            weight = gl.load(weight_part_ptr + c * CHUNK + cols, mask=c * CHUNK + cols < count, other=0.0)
+        else:
+            weight = gl.full([CHUNK], 1.0, weight_smem.dtype, LAYOUT)
+        weight_smem.index(c).store(weight)
+
+
+@gluon.jit
+def _zeros(N_CHUNKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
+    zeros = ()
+    for _ in gl.static_range(N_CHUNKS):
+        zeros += (gl.zeros([CHUNK], gl.float32, LAYOUT),)
+    return zeros
+
+
+@gluon.jit
+def _store_sums(part_ptr, sums, cols, count):
+    """Store a program's share of the gradient of the weight or the bias, if it is asked for."""
+    CHUNK: gl.constexpr = cols.shape[0]
+    if part_ptr is not None:
+        for c in gl.static_range(len(sums)):
+            gl.store(part_ptr + c * CHUNK + cols, sums[c], mask=c * CHUNK + cols < count)
+
+
 @gluon.jit(do_not_specialize=["n_rows"])
 def _layer_norm_bwd_resident_kernel(
     dy_ptr,  # (n_rows, n_cols), rows 16-byte aligned
@@ -225,6 +318,7 @@ def _layer_norm_bwd_resident_kernel(
     dy_row_stride,
     x_row_stride,
     N_CHUNKS: gl.constexpr,
+    N_FULL: gl.constexpr,  # of these, those that a row fills
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -235,104 +329,181 @@ def _layer_norm_bwd_resident_kernel(
     """
     CHUNK: gl.constexpr = num_warps * 32 * 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WEIGHT: gl.constexpr = x_ptr.dtype.element_ty if weight_ptr is None else weight_ptr.dtype.element_ty
     x_smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES * N_CHUNKS, CHUNK], SHARED)
     dy_smem = gl.allocate_shared_memory(dy_ptr.dtype.element_ty, [STAGES * N_CHUNKS, CHUNK], SHARED)
     weight_smem = gl.allocate_shared_memory(WEIGHT, [N_CHUNKS, CHUNK], SHARED)
     cols = gl.arange(0, CHUNK, LAYOUT)
-    one = gl.arange(0, 1, ONE)
     program = gl.program_id(0).to(gl.int64)
     n_programs = gl.num_programs(0)
     for k in gl.static_range(STAGES - 1):
-        # Past the last row the copies bring it again, and nobody reads them.
-        row = gl.minimum(program + k * n_programs, n_rows - 1)
+        row = program + k * n_programs
         _copy_row(
-            x_smem, dy_smem, k, x_ptr + row * x_row_stride, dy_ptr + row * dy_row_stride, cols, n_cols, N_CHUNKS, CHUNK
-        )
-    for c in gl.static_range(N_CHUNKS):
-        mask = c * CHUNK + cols < n_cols
-        if weight_ptr is not None:
-            weight_smem.index(c).store(gl.load(weight_ptr + c * CHUNK + cols, mask=mask, other=0.0))
-        else:
-            weight_smem.index(c).store(gl.full([CHUNK], 1.0, WEIGHT, LAYOUT))
-    dw = ()
-    db = ()
-    for _ in gl.static_range(N_CHUNKS):
-        dw += (gl.zeros([CHUNK], gl.float32, LAYOUT),)
-        db += (gl.zeros([CHUNK], gl.float32, LAYOUT),)
-    # Statistics are loaded a row ahead, as tensors of one element: a scalar would be waited for at once.
-    next_rstd = gl.load(rstd_ptr + program + one)
-    if mean_ptr is not None:
-        next_mean = gl.load(mean_ptr + program + one)
-    else:
-        next_mean = gl.zeros([1], gl.float32, ONE)
+            x_smem, dy_smem, k, x_ptr + row * x_row_stride, dy_ptr + row * dy_row_stride, cols, n_cols, row < n_rows,
+            N_CHUNKS, N_FULL,
+        )  # fmt: skip
+    _load_weight(weight_smem, weight_ptr, cols, n_cols, N_CHUNKS, LAYOUT)
+    dw = _zeros(N_CHUNKS, CHUNK, LAYOUT)
+    db = _zeros(N_CHUNKS, CHUNK, LAYOUT)
+    means, rstds = _load_stats(mean_ptr, rstd_ptr, program, n_rows, num_warps)
     step = 0
     row = program
     while row < n_rows:
         async_copy.wait_group(STAGES - 2)
-        ahead = gl.minimum(row + (STAGES - 1) * n_programs, n_rows - 1)
+        ahead = row + (STAGES - 1) * n_programs
         _copy_row(
-            x_smem, dy_smem, (step + STAGES - 1) % STAGES,
-            x_ptr + ahead * x_row_stride, dy_ptr + ahead * dy_row_stride, cols, n_cols, N_CHUNKS, CHUNK,
+            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr + ahead * x_row_stride,
+            dy_ptr + ahead * dy_row_stride, cols, n_cols, ahead < n_rows, N_CHUNKS, N_FULL,
         )  # fmt: skip
-        mean, rstd = gl.max(next_mean, 0), gl.max(next_rstd, 0)
-        ahead = gl.minimum(row + n_programs, n_rows - 1)
-        next_rstd = gl.load(rstd_ptr + ahead + one)
-        if mean_ptr is not None:
-            next_mean = gl.load(mean_ptr + ahead + one)
+        mean, rstd = gl.max(means, 0), gl.max(rstds, 0)
+        means, rstds = _load_stats(mean_ptr, rstd_ptr, row + n_programs, n_rows, num_warps)
         slot = step % STAGES
-        gx_sum = gl.zeros([CHUNK], gl.float32, LAYOUT)
-        g_sum = gl.zeros([CHUNK], gl.float32, LAYOUT)
-        for c in gl.static_range(N_CHUNKS):
-            x_hat, dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
-            gx = g * x_hat
-            if c == N_CHUNKS - 1:
-                # Nothing was copied behind the end of the row, and whatever lay there may be NaN.
-                g = gl.where(c * CHUNK + cols < n_cols, g, 0.0)
-                gx = gl.where(c * CHUNK + cols < n_cols, gx, 0.0)
-            gx_sum += gx
-            g_sum += g
-        gx_mean, g_mean = gl.reduce((gx_sum, g_sum), 0, _add_pairs)
-        gx_mean /= n_cols
-        g_mean /= n_cols
-        new_dw = ()
-        new_db = ()
-        for c in gl.static_range(N_CHUNKS):
-            x_hat, dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
-            dx = g - x_hat * gx_mean
-            if mean_ptr is not None:
-                dx -= g_mean
-            dx *= rstd
-            dx_ptrs = dx_ptr + row * n_cols + c * CHUNK + cols
-            gl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=c * CHUNK + cols < n_cols)
-            new_dw += (dw[c] + dy * x_hat,)
-            new_db += (db[c] + dy,)
-        dw = new_dw
-        db = new_db
+        gx_sum, g_sum = _sums(
+            x_smem, dy_smem, weight_smem, slot, mean, rstd, cols, n_cols, N_CHUNKS, N_FULL, LAYOUT
+        )  # fmt: skip
+        g_mean = g_sum / n_cols if mean_ptr is not None else 0.0
+        dw, db = _gradient(
+            x_smem, dy_smem, weight_smem, dx_ptr + row * n_cols, slot, mean, rstd, gx_sum / n_cols, g_mean, dw, db,
+            cols, n_cols, N_CHUNKS, N_FULL, LAYOUT,
+        )  # fmt: skip
         step += 1
         row += n_programs
     async_copy.wait_group(0)
     gdc_launch_dependents()
-    for c in gl.static_range(N_CHUNKS):
-        offsets = program * n_cols + c * CHUNK + cols
-        if dw_partial_ptr is not None:
-            gl.store(dw_partial_ptr + offsets, dw[c], mask=c * CHUNK + cols < n_cols)
-        if db_partial_ptr is not None:
-            gl.store(db_partial_ptr + offsets, db[c], mask=c * CHUNK + cols < n_cols)
+    offset = program * n_cols
+    _store_sums(None if dw_partial_ptr is None else dw_partial_ptr + offset, dw, cols, n_cols)
+    _store_sums(None if db_partial_ptr is None else db_partial_ptr + offset, db, cols, n_cols)
 
 
-def supports(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, n_cols: int) -> bool:
-    """Whether the kernel can take these rows, and they are long enough for it to pay."""
-    return (
-        x.element_size() == dy.element_size() == 2
-        and (weight is None or weight.element_size() <= 4)
-        and 2 * _CHUNK < n_cols <= _MAX_CHUNKS * _CHUNK
-        # Copies of 16 bytes; Triton wants the numbers to be multiples of 16 to believe in them.
-        and n_cols % 16 == 0
-        and all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in (dy, x))
-    )
+@gluon.jit(do_not_specialize=["n_rows", "n_parts"])
+def _layer_norm_parts_bwd_kernel(
+    dy_ptr,  # (n_rows, n_cols), rows 16-byte aligned
+    x_ptr,  # (n_rows, n_cols), rows 16-byte aligned
+    weight_ptr,  # (n_cols,) or None
+    mean_ptr,  # (n_rows,), or None for RMS norm
+    rstd_ptr,  # (n_rows,)
+    dx_ptr,  # (n_rows, n_cols)
+    dw_partial_ptr,  # (n_groups, n_cols) or None
+    db_partial_ptr,  # (n_groups, n_cols) or None
+    mail_ptr,  # (n_rows, n_parts)
+    n_rows,
+    n_parts,
+    part_cols,  # columns of a part; the last one may have fewer
+    n_cols,
+    dy_row_stride,
+    x_row_stride,
+    VECTOR: gl.constexpr,  # numbers in 16 bytes
+    N_CHUNKS: gl.constexpr,  # chunks of a part
+    N_FULL: gl.constexpr,  # of these, those that every part fills
+    STAGES: gl.constexpr,
+    MAX_PARTS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """The same for a part of each row: programs i * n_parts to (i + 1) * n_parts - 1 own rows i, i + n_groups, ...
+
+    The sums of a row are sent before the gradient of the row before it is computed: by the time they are asked for,
+    those of all parts are there.
+    """
+    CHUNK: gl.constexpr = num_warps * 32 * VECTOR
+    LAYOUT: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [num_warps], [0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    WEIGHT: gl.constexpr = x_ptr.dtype.element_ty if weight_ptr is None else weight_ptr.dtype.element_ty
+    x_smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES * N_CHUNKS, CHUNK], SHARED)
+    dy_smem = gl.allocate_shared_memory(dy_ptr.dtype.element_ty, [STAGES * N_CHUNKS, CHUNK], SHARED)
+    weight_smem = gl.allocate_shared_memory(WEIGHT, [N_CHUNKS, CHUNK], SHARED)
+    cols = gl.arange(0, CHUNK, LAYOUT)
+    part = gl.program_id(0) % n_parts
+    group = (gl.program_id(0) // n_parts).to(gl.int64)
+    n_groups = gl.num_programs(0) // n_parts
+    # All columns count from the begin of the part.
+    first = part * part_cols
+    count = gl.minimum(n_cols - first, part_cols)
+    x_ptr += first
+    dy_ptr += first
+    dx_ptr += first
+    for k in gl.static_range(STAGES - 1):
+        row = group + k * n_groups
+        _copy_row(
+            x_smem, dy_smem, k, x_ptr + row * x_row_stride, dy_ptr + row * dy_row_stride, cols, count, row < n_rows,
+            N_CHUNKS, N_FULL,
+        )  # fmt: skip
+    weight_part_ptr = None if weight_ptr is None else weight_ptr + first
+    _load_weight(weight_smem, weight_part_ptr, cols, count, N_CHUNKS, LAYOUT)
+    dw = _zeros(N_CHUNKS, CHUNK, LAYOUT)
+    db = _zeros(N_CHUNKS, CHUNK, LAYOUT)
+    means, rstds = _load_stats(mean_ptr, rstd_ptr, group, n_rows, num_warps)
+    mean, rstd = gl.max(means, 0), gl.max(rstds, 0)
+    means, rstds = _load_stats(mean_ptr, rstd_ptr, group + n_groups, n_rows, num_warps)
+    async_copy.wait_group(STAGES - 2)
+    gx_sum, g_sum = _sums(x_smem, dy_smem, weight_smem, 0, mean, rstd, cols, count, N_CHUNKS, N_FULL, LAYOUT)
+    send(mail_ptr + group * n_parts, gx_sum, g_sum, part)
+    step = 0
+    row = group
+    while row < n_rows:
+        ahead = row + (STAGES - 1) * n_groups
+        _copy_row(
+            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr + ahead * x_row_stride,
+            dy_ptr + ahead * dy_row_stride, cols, count, ahead < n_rows, N_CHUNKS, N_FULL,
+        )  # fmt: skip
+        next_row = row + n_groups
+        next_mean, next_rstd = gl.max(means, 0), gl.max(rstds, 0)
+        means, rstds = _load_stats(mean_ptr, rstd_ptr, next_row + n_groups, n_rows, num_warps)
+        async_copy.wait_group(STAGES - 2)
+        # After the last row these are sums of what lay there before, and nobody sends them.
+        gx_sum, g_sum = _sums(
+            x_smem, dy_smem, weight_smem, (step + 1) % STAGES, next_mean, next_rstd, cols, count,
+            N_CHUNKS, N_FULL, LAYOUT,
+        )  # fmt: skip
+        if next_row < n_rows:
+            send(mail_ptr + next_row * n_parts, gx_sum, g_sum, part)
+        gx_sums, g_sums, parts = receive(mail_ptr + row * n_parts, n_parts, MAX_PARTS, num_warps)
+        gx_sums = gl.where(parts < n_parts, gx_sums, 0.0)
+        g_sums = gl.where(parts < n_parts, g_sums, 0.0)
+        gx_sum, g_sum = gl.reduce((gx_sums, g_sums), 0, _add_pairs)
+        g_mean = g_sum / n_cols if mean_ptr is not None else 0.0
+        dw, db = _gradient(
+            x_smem, dy_smem, weight_smem, dx_ptr + row * n_cols, step % STAGES, mean, rstd, gx_sum / n_cols, g_mean,
+            dw, db, cols, count, N_CHUNKS, N_FULL, LAYOUT,
+        )  # fmt: skip
+        mean, rstd = next_mean, next_rstd
+        step += 1
+        row = next_row
+    async_copy.wait_group(0)
+    gdc_launch_dependents()
+    offset = group * n_cols + first
+    _store_sums(None if dw_partial_ptr is None else dw_partial_ptr + offset, dw, cols, count)
+    _store_sums(None if db_partial_ptr is None else db_partial_ptr + offset, db, cols, count)
+
+
+class BackwardPlan(NamedTuple):
+    """How rows are cut, and how many groups of programs, each with a row at a time, there is room for."""
+
+    n_parts: int
+    part_cols: int
+    n_chunks: int  # of a part
+    max_groups: int
+
+
+def plan_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> BackwardPlan | None:
+    """What suits these rows; None where no kernel can take them, or they are too short for it to pay."""
+    n_cols, size = x.shape[1], x.element_size()
+    if size > 4 or dy.element_size() != size or (weight is not None and weight.element_size() > 4):
+        return None
+    # Copies of 16 bytes; Triton wants the numbers to be multiples of 16 to believe in them.
+    aligned = all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in (dy, x))
+    if n_cols <= 2 * _CHUNK or n_cols % 16 != 0 or not aligned:
+        return None
+    n_processors = num_multiprocessors(x.device)
+    if size == 2 and n_cols <= _MAX_CHUNKS * _CHUNK:
+        return BackwardPlan(1, n_cols, cdiv(n_cols, _CHUNK), n_processors)
+    # Parts of the length that leaves the fewest threads without a number.
+    chunk = _PART_WARPS_BWD * 32 * 16 // size
+    n_chunks = min(_PART_CHUNKS, key=lambda n: cdiv(n_cols, n * chunk) * n)
+    part_cols = cdiv(n_cols, 16 * cdiv(n_cols, n_chunks * chunk)) * 16
+    n_parts = cdiv(n_cols, part_cols)
+    max_groups = _CHUNKS_PER_PROCESSOR // n_chunks * n_processors // n_parts
+    return BackwardPlan(n_parts, part_cols, n_chunks, max_groups) if max_groups > 0 else None
 
 
 def backward(
@@ -344,12 +515,26 @@ def backward(
     dx: torch.Tensor,
     dw_partial: torch.Tensor | None,
     db_partial: torch.Tensor | None,
-    n_programs: int,
+    n_groups: int,
+    plan: BackwardPlan,
 ) -> None:
-    """Write dx, and what each of n_programs adds to the gradients of weight and bias."""
+    """Write dx, and what each of n_groups adds to the gradients of weight and bias."""
     n_rows, n_cols = x.shape
+    arguments = dy, x, weight, mean, rstd, dx, dw_partial, db_partial
+    strides = dy.stride(0), x.stride(0)
+    n_parts, part_cols, n_chunks, _ = plan
+    if n_parts == 1:
+        launch(
+            _layer_norm_bwd_resident_kernel, (n_groups,), *arguments, n_rows, n_cols, *strides,
+            N_CHUNKS=n_chunks, N_FULL=n_cols // _CHUNK, STAGES=_STAGES, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+        return
+    vector = 16 // x.element_size()
+    last_cols = n_cols - (n_parts - 1) * part_cols
     launch(
-        _layer_norm_bwd_resident_kernel, (n_programs,),
-        dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_rows, n_cols, dy.stride(0), x.stride(0),
-        N_CHUNKS=cdiv(n_cols, _CHUNK), STAGES=_STAGES, num_warps=_NUM_WARPS,
+        _layer_norm_parts_bwd_kernel, (n_groups * n_parts,),
+        *arguments, mailboxes(n_rows, n_parts, x.device), n_rows, n_parts, part_cols, n_cols, *strides,
+        VECTOR=vector, N_CHUNKS=n_chunks, N_FULL=last_cols // (_PART_WARPS_BWD * 32 * vector), STAGES=_PART_STAGES,
+        MAX_PARTS=max_parts(n_parts, _PART_WARPS_BWD), num_warps=_PART_WARPS_BWD,
+        **at_a_time(_CHUNKS_PER_PROCESSOR // n_chunks, _PART_WARPS_BWD),
     )  # fmt: skip

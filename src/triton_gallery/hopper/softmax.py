@@ -8,9 +8,9 @@ one program, or have no room there at all, are cut into parts: see ``exchange``.
 
 import torch
 
-from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors
+from .._launch import cdiv, launch, num_multiprocessors
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
-from .exchange import at_a_time, exchange, mailboxes
+from .exchange import at_a_time, exchange, mailboxes, max_parts
 
 # What the programs on one multiprocessor may hold in shared memory together; each is charged 1 KiB more.
 _SHARED_BYTES = 216 * 1024
@@ -55,12 +55,13 @@ def _result(x, row_max, row_sum, log2_sum, DTYPE: gl.constexpr, IS_LOG: gl.const
 
 
 @gluon.jit
-def _copy_chunk(chunk, ptrs, vectors, numbers, n_left, MASKED: gl.constexpr):
+def _copy_chunk(chunk, ptrs, vectors, numbers, n_left, exists, MASKED: gl.constexpr):
+    """Start the copy of a chunk of a row, if that row exists."""
+    mask = exists & (vectors >= 0) & (numbers >= 0)
     if MASKED:
         # A vector has a part in the row or none, and a mask that says so keeps the copies 16 bytes wide.
-        async_copy_to_shared(chunk, ptrs, mask=(vectors < n_left) & (numbers >= 0))
-    else:
-        async_copy_to_shared(chunk, ptrs)
+        mask = mask & (vectors < n_left)
+    async_copy_to_shared(chunk, ptrs, mask=mask)
     async_copy.commit_group()
 
 
@@ -142,7 +143,7 @@ def _softmax_resident_fwd_kernel(
     x_row_ptr = x_ptr + x_line + first
     for c in gl.static_range(N_CHUNKS):
         n_left = gl.cdiv(begin + part_cols, VECTOR) - c * CHUNK_VECTORS
-        _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
+        _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, True, c >= N_FULL)
     while row < n_rows:
         end = begin + part_cols
         # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
@@ -164,8 +165,7 @@ def _softmax_resident_fwd_kernel(
         log2_sum = gl.log2(row_sum)
 
         next_row = row + gl.num_programs(0) // n_parts
-        # After the last row the copies bring it again, and nobody reads them.
-        next_line, next_begin = _place(gl.minimum(next_row, n_rows - 1), x_row_stride, LINE, ALIGNED)
+        next_line, next_begin = _place(next_row, x_row_stride, LINE, ALIGNED)
         next_row_ptr = x_ptr + next_line + first
         # Rows of x and of the output lie alike in their vectors, if not in their cache lines.
         out_row_ptr = out_ptr + (row * n_cols - begin) // VECTOR * VECTOR + first
@@ -177,7 +177,8 @@ def _softmax_resident_fwd_kernel(
             else:
                 gl.store(out_row_ptr + c * CHUNK + cols, out)
             n_left = gl.cdiv(next_begin + part_cols, VECTOR) - start
-            _copy_chunk(ring.index(c), next_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, c >= N_FULL)
+            ptrs = next_row_ptr + c * CHUNK + cols
+            _copy_chunk(ring.index(c), ptrs, vectors, numbers, n_left, next_row < n_rows, c >= N_FULL)
         row, x_row_ptr, begin = next_row, next_row_ptr, next_begin
     async_copy.wait_group(0)
 
@@ -228,6 +229,6 @@ def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_st
         x, out, mailboxes(n_rows, n_parts, x.device) if in_parts else None,
         n_rows, n_parts, part_lines, n_cols, row_stride,
         VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=min(n_chunks, last_bytes // chunk_bytes),
-        MAX_PARTS=next_power_of_2(n_parts), ALIGNED=aligned, IS_LOG=is_log, num_warps=num_warps,
+        MAX_PARTS=max_parts(n_parts, num_warps), ALIGNED=aligned, IS_LOG=is_log, num_warps=num_warps,
         **(at_a_time(_MAX_PROGRAMS, num_warps) if in_parts else {}),
     )  # fmt: skip
