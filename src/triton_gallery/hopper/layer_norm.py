@@ -45,7 +45,7 @@ _CHUNKS_PER_PROCESSOR = 12
 def _copy_chunk(smem, slot, x_part_ptr, c: gl.constexpr, cols, count, exists, N_FULL: gl.constexpr):
     """Start the copy of chunk c of a part of a row, if that row exists."""
     CHUNK: gl.constexpr = cols.shape[0]
-    mask = exists & (cols >= 0)
+    mask = exists & (cols >= 0)  # a mask is as wide as what it masks
     if c >= N_FULL:
         mask = mask & (c * CHUNK + cols < count)
     async_copy_to_shared(smem.index(slot), x_part_ptr + c * CHUNK + cols, mask=mask)
