@@ -693,11 +693,11 @@ report_across
 # measures, rows across memory is the one that we serve worst.
 #
 # `torch.compile` is the one to beat here. The shapes of tiles are what does it: an earlier version, with tiles of 8
-# rows at 1024 columns, half of what memory hands out at least, was much slower than it. Of its rate we now reach
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` there,
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns, and in parts
+# rows at 1024 columns, half of what memory hands out at least, was much slower than it. We now run at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` of its rate there, at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns, and in parts at
 # :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`: there it is ahead.
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`.
 
 # %%
 # Many short rows, and few long ones

@@ -318,7 +318,7 @@ def _layer_norm_bwd_resident_kernel(
     dy_row_stride,
     x_row_stride,
     N_CHUNKS: gl.constexpr,
-    N_FULL: gl.constexpr,  # of these, those that a row fills
+    N_FULL: gl.constexpr,  # of these, those that need no mask
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -524,9 +524,10 @@ def backward(
     strides = dy.stride(0), x.stride(0)
     n_parts, part_cols, n_chunks, _ = plan
     if n_parts == 1:
+        # The last chunk has a mask even where it is full: without one, 12288 columns took a tenth longer on an H200.
         launch(
             _layer_norm_bwd_resident_kernel, (n_groups,), *arguments, n_rows, n_cols, *strides,
-            N_CHUNKS=n_chunks, N_FULL=n_cols // _CHUNK, STAGES=_STAGES, num_warps=_NUM_WARPS,
+            N_CHUNKS=n_chunks, N_FULL=n_chunks - 1, STAGES=_STAGES, num_warps=_NUM_WARPS,
         )  # fmt: skip
         return
     vector = 16 // x.element_size()
