@@ -576,7 +576,7 @@ ladder
 # rate. The library saves that trip again, because it keeps a row where the second walk finds it, and reaches
 # :measured:`softmax-ladder-fp16: triton_gallery / limit at 65536`.
 #
-# Blocks without idle lanes are worth nothing at 5120 columns,
+# Blocks without idle lanes are worth little at 5120 columns,
 # :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 5120`: there are registers for the idle
 # ones, too. At 12288 it is :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 12288`.
 #
@@ -805,12 +805,12 @@ report_short
 # So there are only as many programs as have room at a time, and each takes its part of one row, then the same part of
 # another.
 #
-# The library takes this second way for two rows or more, of more than 88 KiB, if all of them together have 4 MiB or
-# more, and if the GPU has room for a whole row. With six parts of 32 KiB on each of 132 multiprocessors, that ends a
-# little beyond 24 MiB. The first way is for what is left where rows are few: a single one, less together, longer ones,
-# float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next
-# row is no such multiple, other GPUs, and the gradient; and for rows across memory of more than 2048 columns. Where
-# many rows are left, they take the online kernel.
+# The library takes this second way for two rows or more, of more than 88 KiB (128 KiB of float32), if all of them
+# together have 4 MiB or more, and if the GPU has room for a whole row. With six parts of 32 KiB on each of 132
+# multiprocessors, that ends a little beyond 24 MiB. The first way is for what is left where rows are few: a single one,
+# less together, longer ones, float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance
+# from a row's end to the next row is no such multiple, other GPUs, and the gradient; and for rows across memory of more
+# than 2048 columns. Where many rows are left, they take the online kernel.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.

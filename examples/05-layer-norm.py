@@ -386,8 +386,8 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 #
 # .. math:: \mu = \frac{1}{N} \sum_l n_l m_l, \qquad \sigma^2 = \frac{1}{N} \sum_l \bigl( S_l + n_l (m_l - \mu)^2 \bigr)
 #
-# The source has both in `_layer_norm_fwd_long_kernel`. The backward pass cuts such rows into column blocks. Nothing
-# changes for the caller:
+# The source has both in `_layer_norm_fwd_long_kernel`. The backward pass cuts such rows into column blocks, unless
+# here, too, several programs share them. Nothing changes for the caller:
 
 x_long = torch.randn(2, 70_001, device=DEVICE) + 1000
 exact = torch.nn.functional.layer_norm(x_long.double(), (70_001,))
@@ -688,12 +688,12 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # there is a third trip, which leaves two thirds of a copy's rate. If there are two programs on each of 132
 # multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
 #
-# On Hopper the library does not let go. A row that is too long for the registers of one program lies in parts on
-# several multiprocessors, up to 16 MiB of it, if its length and its begin are multiples of 16 numbers. The programs of
-# the parts tell each other what they have found: page two explains how they can and why that needs a *cooperative*
-# launch. There they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula from
-# above, which joined the lanes of a program, joins programs. A part is small, 4 to 16 KiB: a multiprocessor has room
-# for 8 to 32 programs, and while most of them wait, some have work.
+# On Hopper the library does not let go. A row of more than 24576 numbers lies in parts on several multiprocessors, up
+# to 16 MiB of it on an H200, if its length and its begin are multiples of 16 numbers. The programs of the parts tell
+# each other what they have found: page two explains how they can and why that needs a *cooperative* launch. There they
+# exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula from above, which joined
+# the lanes of a program, joins programs. A part is small, 4 to 16 KiB: a multiprocessor has room for 8 to 32 programs,
+# and while most of them wait, some have work.
 
 
 @tg.benchmark.perf_report(
@@ -840,16 +840,18 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
-# With longer rows the rate should rise. The curve of the backward pass has teeth: it drops where a row has
-# just outgrown its block, and climbs as the next one fills. Beyond :math:`N = 5120` a block has 2048 numbers, and a
+# With longer rows the rate should rise. The curve of the backward pass has teeth: it drops where a row has just
+# outgrown its block, and climbs as the next one fills. Beyond :math:`N = 5120` a block has 2048 numbers, and a
 # multiprocessor room for one program. Beyond 8192 a row and its sums no longer fit into registers. On Hopper they need
 # not (`hopper/layer_norm.py`, in Gluon): `x`, `dy` and the weight wait in shared memory, from where they can be read
 # twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and
-# lies on one multiprocessor. Longer rows are cut into parts, as in the forward pass. This time the programs of a row
-# tell each other their shares of the two sums that each element of `dx` needs. To wait for an answer takes long, so
-# they ask early: a program first adds up a row and sends what it has found, then it computes the gradient of the row
-# *before*, whose answers have come in the meantime. On other GPUs rows are cut into column blocks, and the row sums
-# need a pass of their own over `x` and `dy`: five trips instead of three.
+# lies on one multiprocessor. (The dip at 12288 is of a launch that has changed since.) Longer rows, and those of 32-bit
+# numbers, are cut into parts, as in the forward pass. This time the programs of a row tell each other their shares of
+# the two sums that each element of `dx` needs. An answer takes its time, so they ask early: a program adds up a row and
+# sends what it has found, computes the gradient of the row *before*, and only then needs the answers, which have mostly
+# come in the meantime. On other GPUs, and on Hopper where a length is no multiple of 16 or a row has more than 3 MiB,
+# rows are cut into column blocks, and the row sums need a pass of their own over `x` and `dy`: five trips instead of
+# three.
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
 #
@@ -860,8 +862,8 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at worst`
 #
 # All of this is the GPU's time. A backward pass also takes the host tens of microseconds, ours more than torch's: it
-# walks through autograd, allocates and launches two kernels in Python, where torch does all of it in C++. Where rows
-# are short and few, the GPU waits for that.
+# walks through autograd, allocates and launches two or three kernels in Python, where torch does all of it in C++.
+# Where rows are short and few, the GPU waits for that.
 #
 # The strongest forward pass beside ours is that of `torch.compile` at lengths such as 14336, where ours runs at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` makes a kernel

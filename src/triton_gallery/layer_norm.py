@@ -14,8 +14,9 @@ from ._launch import alignment, cdiv, is_hopper, launch, next_power_of_2, num_mu
 from ._registration import apply, differentiable, one_by_one, operator
 from ._replay import replayed
 
-# Rows of up to this many elements stay in the registers of one program; and those of up to this many bytes, if they are
-# read 16 bytes at a time and cannot be cut into parts. The forward pass reads longer ones twice.
+# Rows of up to this many elements (of float64 half as many) stay in the registers of one program; so do longer ones of
+# up to this many bytes, if they are read 16 bytes at a time and cannot be cut into parts. What neither takes is read
+# twice.
 _FWD_MAX_COLS = 24576
 _FWD_MAX_BYTES = 98304
 # Short rows share a program, so many that it has about this many elements.
@@ -820,12 +821,12 @@ def layer_norm(
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
         costs no accuracy. Rows of any length work: up to 24576 elements (12288 in float64) stay in registers, and up to
-        96 KiB of a row that can be read 16 bytes at a time; longer ones are read twice. The gradients keep at most 8192
-        elements there. On Hopper, longer rows (but not of float64) stay on the chip and are read once, up to 16 MiB of
-        a row forward and 3 MiB backward, if the number of their elements is a multiple of 16 and if they begin at
-        multiples of 16 elements. The gradients are deterministic: the same inputs on the same GPU give the same bits.
-        Second derivatives are supported by autograd, through torch operations, and not by the transforms of
-        ``torch.func``.
+        96 KiB of a row that can be read 16 bytes at a time; longer ones are read twice. The gradients keep up to 8192
+        elements there (at most 2048 in float64). On Hopper, longer rows stay on the chip and are read once, up to 16
+        MiB of a row forward and 3 MiB backward on an H200, if they are not float64, the number of their elements is a
+        multiple of 16, they begin at multiples of 16 elements, and the incoming gradient is as wide as x and lies in
+        memory likewise. The gradients are deterministic: the same inputs on the same GPU give the same bits. Second
+        derivatives are supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery

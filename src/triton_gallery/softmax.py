@@ -34,7 +34,7 @@ _ONLINE_BLOCK_BYTES = 8 * 1024
 # Few rows of at least as many blocks are cut into parts; of more blocks where there are more than 32 rows: measured on
 # an H200.
 _MIN_STEPS_OF_PARTS = 16
-# Blocks of a part that are on their way together, forward; half of that backward, where each has two tensors.
+# Blocks in one round of the loop over a part, forward; half of that backward, where each has two tensors.
 _PART_BLOCKS = 4
 # A float32 sum of thousands of numbers, one after another, loses digits: no lane adds up more of a part than this.
 _MAX_STEPS_OF_PARTS = 64
@@ -301,7 +301,7 @@ def _softmax_parts_stats_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    N_BLOCKS: tl.constexpr,  # of columns, which are loaded together
+    N_BLOCKS: tl.constexpr,  # of columns, in one round of the loop
     STATS_DTYPE: tl.constexpr,
 ):
     """Program i * n_parts + j owns part j of the rows of tile i: their maxima, and sums of exp(x - maximum)."""
@@ -344,7 +344,7 @@ def _softmax_parts_fwd_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    N_BLOCKS: tl.constexpr,  # of columns, which are loaded together
+    N_BLOCKS: tl.constexpr,  # of columns, in one round of the loop
     BLOCK_PARTS: tl.constexpr,
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
@@ -522,7 +522,7 @@ def _softmax_parts_sum_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    N_BLOCKS: tl.constexpr,  # of columns, which are loaded together
+    N_BLOCKS: tl.constexpr,  # of columns, in one round of the loop
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
 ):
@@ -564,7 +564,7 @@ def _softmax_parts_bwd_kernel(
     INDEX_DTYPE: tl.constexpr,  # of the rows' numbers
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    N_BLOCKS: tl.constexpr,  # of columns, which are loaded together
+    N_BLOCKS: tl.constexpr,  # of columns, in one round of the loop
     BLOCK_PARTS: tl.constexpr,
     IS_LOG: tl.constexpr,
     STATS_DTYPE: tl.constexpr,
@@ -916,10 +916,10 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row is read once and stays on the chip; longer ones are read
-        twice, the second time from the L2 cache while it fits there. On Hopper a longer 16-bit or float32 row is read
-        once, too, if x is 16-byte aligned and so is the distance from a row's end to the next row: up to 88 KiB of it
-        lie on one multiprocessor, more of it (up to 24 MiB on an H200) in parts on several, which exchange their maxima
-        and sums, provided that there are at least two rows and 4 MiB in all. Elsewhere a few rows of 128 KiB or more
+        twice, the second time from the L2 cache while it fits there. On Hopper longer 16-bit or float32 rows are read
+        once, too, if there are at least two, x is 16-byte aligned and so is the distance from a row's end to the next
+        row: up to 88 KiB of a row lie on one multiprocessor; more (up to 24 MiB on an H200, and if all rows together
+        have 4 MiB) in parts on several, which exchange their maxima and sums. Elsewhere a few rows of 128 KiB or more
         are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory,
         as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
         float64, in the backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit

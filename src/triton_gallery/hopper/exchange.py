@@ -40,7 +40,8 @@ def at_a_time(n_programs: int, num_warps: int) -> dict[str, int | bool]:
 def max_parts(n_parts: int, num_warps: int) -> int:
     """MAX_PARTS of `receive`: at least one for each thread.
 
-    Were there fewer, several threads would read the same mailbox, and only one of them would be asked what it found.
+    With fewer, several threads would hold copies of one element, each with a load of its own, and the reduction over
+    all elements would ask only one of them.
     """
     return max(next_power_of_2(n_parts), 32 * num_warps)
 

@@ -2,8 +2,8 @@
 
 ``tl`` decides by itself what lives in shared memory. Here the kernel decides: it copies a row there chunk by chunk,
 takes maximum and sum as the chunks arrive, and writes the result chunk by chunk; as soon as a chunk is written, the
-copy of the next row's chunk takes its place, so that memory is never idle. Rows that would leave a multiprocessor with
-one program, or have no room there at all, are cut into parts: see ``exchange``.
+copy of the next row's chunk takes its place, so that memory is never idle. Rows of more than 88 KiB are cut into parts:
+see ``exchange``.
 """
 
 import torch
@@ -57,6 +57,7 @@ def _result(x, row_max, row_sum, log2_sum, DTYPE: gl.constexpr, IS_LOG: gl.const
 @gluon.jit
 def _copy_chunk(chunk, ptrs, vectors, numbers, n_left, exists, MASKED: gl.constexpr):
     """Start the copy of a chunk of a row, if that row exists."""
+    # The latter two are always true, and give the first the shape of the chunk.
     mask = exists & (vectors >= 0) & (numbers >= 0)
     if MASKED:
         # A vector has a part in the row or none, and a mask that says so keeps the copies 16 bytes wide.
@@ -115,7 +116,7 @@ def _softmax_resident_fwd_kernel(
 ):
     """Programs 0 to n_parts - 1 own row 0, one part each, the next n_parts programs row 1, and so on.
 
-    After as many rows as there are programs for they go on with the next ones.
+    Such a group goes on with the row that lies as many rows further as there are groups.
     """
     # A chunk is (steps, threads, numbers of a vector): each thread meets what it has copied itself.
     THREADS: gl.constexpr = 32 * num_warps
