@@ -472,10 +472,9 @@ def _bwd_in_blocks(dy: torch.Tensor, x: torch.Tensor, n_cols: int, vectorized: b
     return (1024, 4, 3 if n_cols <= 3072 else 2) if n_cols <= 5120 else (2048, 8, 1)
 
 
-def _parts(rows: torch.Tensor):
-    """The kernels for Hopper, where they can cut these rows into parts."""
-    kernels = hopper.load("layer_norm") if is_hopper(rows.device) else None
-    return kernels if kernels is not None and kernels.supports_forward(rows, rows.shape[1]) else None
+def _for_hopper(device: torch.device):
+    """The kernels for Hopper, or None where they cannot run."""
+    return hopper.load("layer_norm") if is_hopper(device) else None
 
 
 def _rows(x: torch.Tensor, n_cols: int, col_strides: tuple[int, ...] = (1,)) -> torch.Tensor:
@@ -536,8 +535,8 @@ def _layer_norm_fwd(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
-    elif n_cols > _FWD_MAX_COLS and (parts := _parts(rows)) is not None:
-        parts.forward(rows, weight, bias, y, mean if subtract_mean else None, rstd, eps)
+    elif n_cols > _FWD_MAX_COLS and (kernels := _for_hopper(x.device)) and kernels.supports_forward(rows, n_cols):
+        kernels.forward(rows, weight, bias, y, mean if subtract_mean else None, rstd, eps)
     elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_COLS):
         block_n, num_warps = _fwd_block(n_cols, vectorized and x.dtype != torch.float64)
         launch(
@@ -617,11 +616,10 @@ def _layer_norm_bwd(
     mean, rstd = mean.contiguous() if mean.numel() else None, rstd.contiguous()
     shapes_and_strides = (n_rows, n_cols, dy.stride(0), dy.stride(1), x.stride(0))
 
-    resident = hopper.load("layer_norm") if is_hopper(x.device) else None
-    if resident is not None and (plan := resident.plan_backward(dy, x, weight)) is not None:
+    if (kernels := _for_hopper(x.device)) and (plan := kernels.plan_backward(dy, x, weight)):
         n_groups = min(n_rows, plan.max_groups)
         dw_partial, db_partial = _partials(n_groups, n_cols, rstd, dw_dtype, db_dtype)
-        resident.backward(dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_groups, plan)
+        kernels.backward(dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_groups, plan)
         _sum_partials(dw_partial, db_partial, dw, db, plan.max_groups)
         return dx, dw, db
 
