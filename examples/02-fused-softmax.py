@@ -372,12 +372,12 @@ plt.show()
 # Gluon, the lower-level language that Triton's compiler offers beside it, has some, and the library's kernel for long
 # rows on Hopper (`hopper/softmax.py`) is written in it.
 #
-# That kernel cuts a row into chunks of a few KiB. It starts the copies of all of them into shared memory at once, and
-# folds each chunk into the running statistics when it arrives, as above: `m` and `s` once more, for each thread. Then
+# That kernel cuts a row into chunks of a few KiB and starts the copies of all of them into shared memory at once. When
+# they have arrived, it folds them into the running statistics, as above: `m` and `s` once more, for each thread. Then
 # it walks along the chunks a second time, in shared memory, and writes the result. As soon as a chunk is written, its
-# place is free, and the copy of the same chunk of the program's *next* row starts into it. So copies are under way at
-# all times but one, the short moment when the threads exchange their maxima, and no number crosses the chip's border
-# more often than once in and once out.
+# place is free, and the copy of the same chunk of a *later* row starts into it. So no number crosses the chip's border
+# more often than once in and once out, and while some programs of a multiprocessor wait or reckon, the copies of others
+# are under way.
 #
 # A row of odd length begins anywhere, and `tl` loads it number by number: 16 bytes at once have to begin at a multiple
 # of 16. This kernel reads from the start of the *cache line* in which the row begins, the 128 bytes that a cache keeps
@@ -385,10 +385,9 @@ plt.show()
 # warp copies at once are four whole lines, not three and parts of two. Its stores are 16 bytes wide, too, but for both
 # ends of a row.
 #
-# One program of this kernel takes rows of up to 88 KiB, so that a multiprocessor has room for two or more: while one
-# waits for its threads, another works. Longer rows are cut into parts of at most 32 KiB, six of which have room on a
-# multiprocessor, and the parts of a row work at the same time. They meet in the middle of their work, which a section
-# below is about.
+# Such a row of odd length and up to 40 KiB has a program to itself, and a multiprocessor room for at least five. Longer
+# rows, of any length, are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
+# work at the same time. They meet in the middle of their work, which a section below is about.
 
 # %%
 # A row in blocks
@@ -797,7 +796,9 @@ report_short
 # program takes the maximum and the sum of its part, writes the two into memory as a single number of 64 bits, and reads
 # there those of all other parts, again and again until the last one has come. (Before, a small kernel has filled the
 # mailboxes with NaNs that no arithmetic makes, so a message is told from none.) Then every program knows the row's
-# statistics and writes its part, which never left the multiprocessor (`hopper/exchange.py`).
+# statistics and writes its part, which never left the multiprocessor (`hopper/exchange.py`). An answer takes its time,
+# so a program holds its part of two or three rows: it sends what it has found of a row *before* it writes the row ahead
+# of that one, and asks for the answers after it, when most of them have come.
 #
 # This is easy to say, and a danger. A program that waits does not make room for another. Were some parts of a row still
 # queueing for a place while the others, which have all the places, wait for them, they would do so for ever. Triton's
@@ -805,9 +806,9 @@ report_short
 # So there are only as many programs as have room at a time, and each takes its part of one row, then the same part of
 # another.
 #
-# The library takes this second way for two rows or more, of more than 88 KiB (128 KiB of float32), if all of them
-# together have 4 MiB or more, and if the GPU has room for a whole row. With six parts of 32 KiB on each of 132
-# multiprocessors, that ends a little beyond 24 MiB. The first way is for what is left where rows are few: a single one,
+# The library takes this second way for two rows or more, of more than 40 KiB (128 KiB of float32), if all of them
+# together have 4 MiB or more, and if the GPU has room for a whole row. With four parts of 16 KiB on each of 132
+# multiprocessors, that ends a little beyond 8 MiB. The first way is for what is left where rows are few: a single one,
 # less together, longer ones, float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance
 # from a row's end to the next row is no such multiple, other GPUs, and the gradient; and for rows across memory of more
 # than 2048 columns. Where many rows are left, they take the online kernel.
@@ -853,12 +854,12 @@ report_long.plot()
 report_long
 
 # %%
-# The first four shapes go the second way, with 8 to 64 parts in a row. The first reaches
+# The first four shapes go the second way, with 32 to 128 parts in a row. The first reaches
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 512×131072` of the rate of a copy of as many
 # bytes, the third :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 64×1048576`. What keeps them
-# from all of it is the launch that empties the mailboxes, the beginning, when nothing can be written yet, the exchange,
-# and the last round, in which few places have a row: there are 792, and 64 rows of 64 parts, twelve rows at a time,
-# take five rounds and a third. The fourth shape has parts for 512 places, no second row for any of them, and reaches
+# from all of it is the launch that empties the mailboxes, the beginning, when nothing can be written yet, and the last
+# round, in which few places have a row: in the first shape 49 rows are under way at a time, and 512 take ten rounds and
+# a half. The fourth shape is over after two rounds, and reaches
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 32×262144`.
 #
 # The last shape, one row of 32 MiB, has more parts than there are places, and goes the first way: two launches, and two
@@ -933,8 +934,8 @@ for each in (report, report_across, report_short, report_long):
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 8192`
 # of the rate of a copy of as many bytes and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other
 # one, and at 65536 :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 65536` and
-# :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in four parts. With 131072 columns, in
-# eight parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
+# :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 16 parts. With 131072 columns, in
+# 32 parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
 #
 # Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose some: with 16401 columns we

@@ -808,11 +808,10 @@ a, b = torch.randn(64, 512, device=DEVICE).half(), torch.randn(512, 64, device=D
 torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1)
 
 # %%
-# In the library the parts are one launch, since to a kernel that knows batches they are a batch, whose matrices happen
-# to lie side by side. Programs could also add to the result in memory, with atomic additions and without the second
-# kernel; but then the order of the additions, and with it the last bits, would change from run to run. On Hopper the
-# second kernel is launched while the first one still works, and waits on the GPU until it may read (*programmatic
-# dependent launch*): then no launch lies between the two.
+# In the library the parts are one launch: each program computes one part of one tile. Programs could also add to the
+# result in memory, with atomic additions and without the second kernel; but then the order of the additions, and with
+# it the last bits, would change from run to run. On Hopper the second kernel is launched while the first one still
+# works, and waits on the GPU until it may read (*programmatic dependent launch*): then no launch lies between the two.
 #
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little

@@ -689,11 +689,14 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
 #
 # On Hopper the library does not let go. A row of more than 24576 numbers lies in parts on several multiprocessors, up
-# to 16 MiB of it on an H200, if its length and its begin are multiples of 16 numbers. The programs of the parts tell
-# each other what they have found: page two explains how they can and why that needs a *cooperative* launch. There they
-# exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula from above, which joined
-# the lanes of a program, joins programs. A part is small, 4 to 16 KiB: a multiprocessor has room for 8 to 32 programs,
-# and while most of them wait, some have work.
+# to 7 MiB of it on an H200, if its length and its begin are multiples of 16 numbers. The programs of the parts tell
+# each other what they have found: page two explains how they can, why that needs a *cooperative* launch, and that they
+# send what they have found of a row before they write the row ahead of it. There they exchange a maximum and a sum,
+# here a mean and a sum of squared distances, and Chan's formula from above, which joined the lanes of a program, joins
+# programs. A part has up to 7 KiB, and its program a single warp, of which a multiprocessor holds eight. That leaves
+# each of them an eighth of the registers, and there it keeps weight and bias: all of its rows share them. An earlier
+# version had more and smaller programs, which loaded both again for each row. That is twice as many bytes as `x` has,
+# from the L2 cache, and the longest rows came to four fifths of a copy's rate.
 
 
 @tg.benchmark.perf_report(
@@ -737,8 +740,8 @@ long_report
 # stores a row, nothing is loaded. So longer rows lie on several multiprocessors, at
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768` with 32768 numbers,
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536` with 65536, and
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where 64 programs
-# wait for the last of them in each row.
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where more than
+# seventy programs wait for the last of them in each row.
 #
 # To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns we only draw
 # level: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate. Further right
@@ -841,17 +844,14 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
 # With longer rows the rate should rise. The curve of the backward pass has teeth: it drops where a row has just
-# outgrown its block, and climbs as the next one fills. Beyond :math:`N = 5120` a block has 2048 numbers, and a
-# multiprocessor room for one program. Beyond 8192 a row and its sums no longer fit into registers. On Hopper they need
-# not (`hopper/layer_norm.py`, in Gluon): `x`, `dy` and the weight wait in shared memory, from where they can be read
-# twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and
-# lies on one multiprocessor. (The dip at 12288 is of a launch that has changed since.) Longer rows, and those of 32-bit
-# numbers, are cut into parts, as in the forward pass. This time the programs of a row tell each other their shares of
-# the two sums that each element of `dx` needs. An answer takes its time, so they ask early: a program adds up a row and
-# sends what it has found, computes the gradient of the row *before*, and only then needs the answers, which have mostly
-# come in the meantime. On other GPUs, and on Hopper where a length is no multiple of 16 or a row has more than 3 MiB,
-# rows are cut into column blocks, and the row sums need a pass of their own over `x` and `dy`: five trips instead of
-# three.
+# outgrown its block, and climbs as the next one fills. Beyond :math:`N = 5120` a block has 2048 numbers. Beyond 8192 a
+# row and its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm.py`, in Gluon): `x`, `dy`
+# and the weight wait in shared memory, from where they can be read twice, and registers hold the sums alone. Up to
+# 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer rows, and those
+# of 32-bit numbers, are cut into parts, as in the forward pass. This time the programs of a row tell each other their
+# shares of the two sums that each element of `dx` needs. On other GPUs, and on Hopper where a length is no multiple of
+# 16 or a row has more than 3 MiB, rows are cut into column blocks, and the row sums need a pass of their own over `x`
+# and `dy`: five trips instead of three.
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
 #

@@ -256,7 +256,7 @@ def test_plans_on_hopper_are_few(N, K):
     compiled = {"pointer": set(), "specialized": set(), "parts": set()}
     for M in (*range(1, 18), *range(31, 300, 16), *range(300, 5000, 180), 8192, 9000, 16384):
         if matmul_plan._is_large(M, N, K, 1, meta):
-            n_parts, _, config = specialized._config(M, N, K, 1, 2, False, meta)
+            n_parts, _, config = specialized._config(M, N, K, 1, 2, False, True, meta)
             compiled["specialized" if n_parts == 1 else "parts"].add(tuple(config.values()))
         else:
             n_parts, config = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
@@ -300,7 +300,7 @@ def test_parts_of_k_add_up(n_parts, dtype, activation):
             launch_tiles(*arguments, reduced=False)
 
         batch = (1,), [(0,), (0,)]
-        matmul_plan.in_parts(multiply, n_parts, 1, a_layout, b, bias, out, pre, activation, batch)
+        matmul_plan.in_parts(multiply, n_parts, a_layout, b, bias, out, pre, activation, batch)
         assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), expected, floor=FLOOR[dtype])
         activated = expected if activation is None else ACTIVATIONS[activation](expected)
         assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, activation), activated, floor=FLOOR[dtype])
@@ -308,9 +308,10 @@ def test_parts_of_k_add_up(n_parts, dtype, activation):
 
 def test_possible_parts_fill_the_gpu_once():
     meta = torch.device("meta")  # 132 multiprocessors
-    assert list(matmul_plan.possible_parts(8192, 16, meta)) == [1, 2, 4, 8]
-    assert list(matmul_plan.possible_parts(65536, 4, meta)) == [1, 2, 4, 8, 16, 32]
-    for K, n_tiles in ((8191, 1), (1024, 1), (65536, 67), (0, 1)):
+    assert list(matmul_plan.possible_parts(8192, 16, meta)) == list(range(1, 9))
+    assert list(matmul_plan.possible_parts(65536, 4, meta)) == list(range(1, 33))
+    assert list(matmul_plan.possible_parts(16384, 36, meta)) == [1, 2, 3]
+    for K, n_tiles in ((2047, 1), (1024, 1), (65536, 67), (65536, 200), (0, 1)):
         assert list(matmul_plan.possible_parts(K, n_tiles, meta)) == [1]
 
 
@@ -334,6 +335,7 @@ ON_HOPPER = [
     (100, 14336, 1024),
     (256, 256, 8192),
     (512, 512, 16384),
+    (768, 768, 16384),
     (128, 4096, 16384),
     (1280, 1280, 1280),
     (1023, 1025, 2049),
@@ -857,6 +859,29 @@ def test_every_tile_stores_rows_that_tma_cannot_address(layout, monkeypatch):
         out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
         assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)
         assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [*itertools.product((False, True), repeat=2)], ids=str)
+def test_every_tile_of_parts_that_do_not_divide_k(layout, monkeypatch):
+    specialized = hopper.load("matmul_specialized") if is_hopper(DEVICE) else None
+    if specialized is None:
+        pytest.skip("needs a Hopper GPU")
+    M, N, K = 300, 265, 9000
+    bias = random(N, dtype=torch.float16)
+    a = random(K, M, dtype=torch.float16).t() if layout[0] else random(M, K, dtype=torch.float16)
+    b = random(N, K, dtype=torch.float16).t() if layout[1] else random(K, N, dtype=torch.float16)
+    wide = [x.double() for x in (a, b, bias)]
+    a, b = map(matmul_plan._aligned, (a, b))
+    monkeypatch.setattr(specialized, "_TILES", ())
+    for tile in specialized._PART_TILES:
+        monkeypatch.setattr(specialized, "_PART_TILES", (tile,))
+        for n_parts in (2, 3, 7):
+            monkeypatch.setattr(specialized, "possible_parts", lambda *args, n=n_parts: [1, n])
+            out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
+            assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)
+            assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
+            assert all(torch.equal(run_tma(specialized, a, b, bias, "gelu")[0], out) for _ in range(5))
 
 
 @pytest.mark.gpu

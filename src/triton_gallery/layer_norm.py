@@ -447,29 +447,34 @@ def _fwd_block(n_cols: int, vectorized: bool) -> tuple[int, int]:
     return (4096 if n_cols <= 32768 else 8192), 16
 
 
-def _bwd_blocks(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, int, int]:
-    """(rows, columns, warps, programs per multiprocessor) of a program in the backward pass."""
+def _bwd_blocks(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, int, int, int]:
+    """(rows, columns, warps, programs per multiprocessor, stages) of a program in the backward pass."""
     tile = _BWD_TILE // 4 if x.dtype == torch.float64 else _BWD_TILE
     block_n = next_power_of_2(n_cols)
     # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
     if vectorized and block_n == 2 * tile:
-        return 1, block_n, 16, 1
+        return 1, block_n, 16, 1, 3
     block_n = min(block_n, tile)
-    return tile // block_n, block_n, 4 if vectorized and x.element_size() == 2 else 8, 2
+    narrow = vectorized and x.element_size() == 2
+    return tile // block_n, block_n, 4 if narrow else 8, 2, 4 if narrow and block_n == 1024 else 3
 
 
-def _bwd_in_blocks(dy: torch.Tensor, x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, int] | None:
-    """(columns of a block, warps, programs per multiprocessor) for rows in registers as they were loaded.
+def _bwd_in_blocks(
+    dy: torch.Tensor, x: torch.Tensor, n_cols: int, vectorized: bool
+) -> tuple[int, int, int, int] | None:
+    """(columns of a block, warps, programs per multiprocessor, stages) for rows in registers as they were loaded.
 
     Measured on an H200. None for short rows, which share a program, and for long ones and wide elements.
     """
     if x.element_size() != 2 or dy.element_size() != 2 or dy.stride(1) != 1 or not _ONE_BLOCK_COLS < n_cols <= 8192:
         return None
     if not vectorized:
-        return (512, 4, 3) if n_cols <= 2048 else (1024, 8, 2 if n_cols <= 4096 else 1)
+        return (512, 4, 3, 3) if n_cols <= 2048 else (1024, 8, 2 if n_cols <= 4096 else 1, 3)
     if n_cols < 2048:
-        return 512, 2, 4
-    return (1024, 4, 3 if n_cols <= 3072 else 2) if n_cols <= 5120 else (2048, 8, 1)
+        return 512, 2, 4, 4
+    if n_cols <= 5120:
+        return (1024, 4, 2, 4) if n_cols <= 3072 else (1024, 4, 1, 5)
+    return 2048, 8, 1, 4
 
 
 def _for_hopper(device: torch.device):
@@ -535,7 +540,11 @@ def _layer_norm_fwd(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
-    elif n_cols > _FWD_MAX_COLS and (kernels := _for_hopper(x.device)) and kernels.supports_forward(rows, n_cols):
+    elif (
+        n_cols > _FWD_MAX_COLS
+        and (kernels := _for_hopper(x.device))
+        and kernels.supports_forward(rows, weight, bias, n_cols)
+    ):
         kernels.forward(rows, weight, bias, y, mean if subtract_mean else None, rstd, eps)
     elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_COLS):
         block_n, num_warps = _fwd_block(n_cols, vectorized and x.dtype != torch.float64)
@@ -625,20 +634,20 @@ def _layer_norm_bwd(
 
     vectorized, align = alignment((dy, x), n_cols, dy.stride(0), x.stride(0))
     if (blocks := _bwd_in_blocks(dy, x, n_cols, vectorized)) is not None:
-        block_n, num_warps, programs_per_sm = blocks
+        block_n, num_warps, programs_per_sm, stages = blocks
         max_programs = programs_per_sm * num_multiprocessors(x.device)
         n_programs = min(max_programs, n_rows)
         dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
         launch(
             _layer_norm_bwd_blocks_kernel, (n_programs,),
             dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_rows, n_cols, dy.stride(0), x.stride(0),
-            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, ALIGN=align, NUM_STAGES=3, num_warps=num_warps,
+            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, ALIGN=align, NUM_STAGES=stages, num_warps=num_warps,
             PDL="PDL" in pdl(x.device),
         )  # fmt: skip
         _sum_partials(dw_partial, db_partial, dw, db, max_programs)
         return dx, dw, db
 
-    block_m, block_n, num_warps, programs_per_sm = _bwd_blocks(x, n_cols, vectorized)
+    block_m, block_n, num_warps, programs_per_sm, stages = _bwd_blocks(x, n_cols, vectorized)
     n_col_blocks = cdiv(n_cols, block_n)
     row_means = None
     if n_col_blocks > 1:
@@ -655,7 +664,8 @@ def _layer_norm_bwd(
     launch(
         _layer_norm_bwd_kernel, (n_col_blocks, n_programs),
         dy, x, weight, mean, rstd, row_means, dx, dw_partial, db_partial, *shapes_and_strides,
-        BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, NUM_STAGES=3, num_warps=num_warps, PDL="PDL" in pdl(x.device),
+        BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, NUM_STAGES=stages, num_warps=num_warps,
+        PDL="PDL" in pdl(x.device),
     )  # fmt: skip
     _sum_partials(dw_partial, db_partial, dw, db, max_programs)
     return dx, dw, db
@@ -820,7 +830,7 @@ def layer_norm(
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
         costs no accuracy. Rows of any length work: up to 24576 elements (12288 in float64) stay in registers, and up to
         96 KiB of a row that can be read 16 bytes at a time; longer ones are read twice. The gradients keep up to 8192
-        elements there (at most 2048 in float64). On Hopper, longer rows stay on the chip and are read once, up to 16
+        elements there (at most 2048 in float64). On Hopper, longer rows stay on the chip and are read once, up to 7
         MiB of a row forward and 3 MiB backward on an H200, if they are not float64, the number of their elements is a
         multiple of 16, they begin at multiples of 16 elements, and the incoming gradient is as wide as x and lies in
         memory likewise. The gradients are deterministic: the same inputs on the same GPU give the same bits. Second

@@ -394,7 +394,7 @@ def _multiply(
         if n_parts == 1:
             multiply(a, b, bias, out, pre, activation, batch)
         else:
-            hopper.load("matmul_plan").in_parts(multiply, n_parts, 1, a, b, bias, out, pre, activation, batch)
+            hopper.load("matmul_plan").in_parts(multiply, n_parts, a, b, bias, out, pre, activation, batch)
 
 
 def _multiply_vector(

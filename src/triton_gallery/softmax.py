@@ -535,12 +535,15 @@ def _softmax_parts_sum_kernel(
     dy_ptrs = dy_ptr + _row_offsets(rows, sizes, dy_row_strides)
     sums = tl.zeros((BLOCK_COLS, BLOCK_ROWS), STATS_DTYPE)
     for start in range(0, part_cols, N_BLOCKS * BLOCK_COLS):
+        ys = ()
+        dys = ()
         for k in tl.static_range(N_BLOCKS):
             cols = start + k * BLOCK_COLS + lanes
             mask = (rows < n_rows) & (cols < end)
-            y = tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_last")
-            dy = tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0, eviction_policy="evict_last")
-            sums += _summand(y.to(STATS_DTYPE), dy.to(STATS_DTYPE), IS_LOG)
+            ys += (tl.load(y_ptrs + cols * y_col_stride, mask=mask, other=0.0, eviction_policy="evict_last"),)
+            dys += (tl.load(dy_ptrs + cols * dy_col_stride, mask=mask, other=0.0, eviction_policy="evict_last"),)
+        for k in tl.static_range(N_BLOCKS):
+            sums += _summand(ys[k].to(STATS_DTYPE), dys[k].to(STATS_DTYPE), IS_LOG)
     tl.store(part_sum_ptr + rows * n_parts + part, tl.sum(sums, axis=0, keep_dims=True), mask=rows < n_rows)
 
 
@@ -917,9 +920,9 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row is read once and stays on the chip; longer ones are read
         twice, the second time from the L2 cache while it fits there. On Hopper longer 16-bit or float32 rows are read
-        once, too, if there are at least two, x is 16-byte aligned and so is the distance from a row's end to the next
-        row: up to 88 KiB of a row lie on one multiprocessor; more (up to 24 MiB on an H200, and if all rows together
-        have 4 MiB) in parts on several, which exchange their maxima and sums. Elsewhere a few rows of 128 KiB or more
+        once, too, if they have up to 8 MiB each (on an H200) and 4 MiB together, x is 16-byte aligned, and so is the
+        distance from a row's end to the next row: they lie in parts on several multiprocessors, which exchange their
+        maxima and sums. Elsewhere a few rows of 128 KiB or more
         are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory,
         as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
         float64, in the backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit

@@ -33,8 +33,9 @@ def mailboxes(n_rows: int, n_parts: int, device: torch.device) -> torch.Tensor:
 
 def at_a_time(n_programs: int, num_warps: int) -> dict[str, int | bool]:
     """Options of a launch whose programs must all run at a time, `n_programs` of them on each multiprocessor."""
-    # A multiprocessor has 65536 registers, and gives each thread of a program the same multiple of 8.
-    return {"launch_cooperative_grid": True, "maxnreg": 65536 // (32 * num_warps * n_programs) // 8 * 8}
+    # The warps of a multiprocessor are spread over its four parts. Each has 16384 registers, and gives each thread the
+    # same multiple of 8.
+    return {"launch_cooperative_grid": True, "maxnreg": 16384 // (32 * cdiv(num_warps * n_programs, 4)) // 8 * 8}
 
 
 def max_parts(n_parts: int, num_warps: int) -> int:
@@ -67,10 +68,3 @@ def receive(mail_ptr, n_parts, MAX_PARTS: gl.constexpr, num_warps: gl.constexpr)
     while gl.max((mail == EMPTY).to(gl.int32), 0) == 1:
         mail = gl.load(ptrs, volatile=True)
     return (mail >> 32).to(gl.int32).to(gl.float32, bitcast=True), mail.to(gl.int32).to(gl.float32, bitcast=True), parts
-
-
-@gluon.jit
-def exchange(mail_ptr, first, second, part, n_parts, MAX_PARTS: gl.constexpr, num_warps: gl.constexpr):
-    """`send`, then `receive`."""
-    send(mail_ptr, first, second, part)
-    return receive(mail_ptr, n_parts, MAX_PARTS, num_warps)

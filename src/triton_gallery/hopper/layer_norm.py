@@ -13,16 +13,16 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .._launch import cdiv, launch, num_multiprocessors
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
-from .exchange import at_a_time, exchange, mailboxes, max_parts, receive, send
+from .exchange import at_a_time, mailboxes, max_parts, receive, send
 
-# Forward, a warp has this much of a row, in chunks of so many vectors of 16 bytes for each thread. The warps of all
-# programs on a multiprocessor fill half of its shared memory.
-_WARP_BYTES = 4 * 1024
+# Forward, a part is a warp's: this much of a row, in chunks of so many vectors of 16 bytes for each thread. With more
+# warps in a program they wait for each other, five times a row.
+_PART_BYTES = 7 * 1024
 _STEPS = 2
-_WARPS_PER_PROCESSOR = 32
-# Rows of up to this many bytes, and warps of a program then: a short row wants many programs at different points of
-# their work, a long one few parts that tell each other: measured on an H200.
-_PART_WARPS = ((256 * 1024, 1), (512 * 1024, 2), (2**31, 4))
+# Rows in shared memory: one that is written, one whose statistics are computed, one on its way; and programs of a
+# multiprocessor: so few that each thread has the registers for its share of weight and bias.
+_FWD_STAGES = 3
+_FWD_PROGRAMS = 8
 
 # Backward, whole rows: warps of the only program on a multiprocessor, elements of a chunk, eight for each thread;
 # chunks of the longest row; and rows in shared memory: one at work, one on its way. A third was slower.
@@ -51,6 +51,46 @@ def _copy_chunk(smem, slot, x_part_ptr, c: gl.constexpr, cols, count, exists, N_
     async_copy_to_shared(smem.index(slot), x_part_ptr + c * CHUNK + cols, mask=mask)
 
 
+@gluon.jit
+def _load_part(ptr, cols, count, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr):
+    """Load a part of weight or bias into registers, chunk by chunk; nothing where there is none."""
+    CHUNK: gl.constexpr = cols.shape[0]
+    chunks = ()
+    if ptr is not None:
+        for c in gl.static_range(N_CHUNKS):
+            mask = None if c < N_FULL else c * CHUNK + cols < count
+            chunks += (gl.load(ptr + c * CHUNK + cols, mask=mask),)
+    return chunks
+
+
+@gluon.jit
+def _widen(x):
+    """x as float32, not before it is needed: 16-bit numbers that wait in a loop take half as many registers."""
+    if x.dtype.primitive_bitwidth == 16:
+        # Without this move, which the compiler does not see through, it would convert them once, ahead of the loop.
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x.to(gl.float32)
+
+
+@gluon.jit
+def _statistics(smem, slot, cols, count, SUBTRACT_MEAN: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr):
+    """The mean of a part of a row (0 for RMS norm), and the sum of the squared distances from it."""
+    CHUNK: gl.constexpr = cols.shape[0]
+    LAYOUT: gl.constexpr = cols.type.layout
+    mean = 0.0
+    if SUBTRACT_MEAN:
+        total = gl.zeros([CHUNK], gl.float32, LAYOUT)
+        for c in gl.static_range(N_CHUNKS):
+            x = smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32)
+            total += x if c < N_FULL else gl.where(c * CHUNK + cols < count, x, 0.0)
+        mean = gl.sum(total, 0) / count
+    m2 = gl.zeros([CHUNK], gl.float32, LAYOUT)
+    for c in gl.static_range(N_CHUNKS):
+        x = smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32) - mean
+        m2 += x * x if c < N_FULL else gl.where(c * CHUNK + cols < count, x * x, 0.0)
+    return mean, gl.sum(m2, 0)
+
+
 @gluon.jit(do_not_specialize=["n_rows", "n_parts"])
 def _layer_norm_parts_fwd_kernel(
     x_ptr,  # (n_rows, n_cols), rows 16-byte aligned
@@ -70,102 +110,96 @@ def _layer_norm_parts_fwd_kernel(
     CHUNK_STEPS: gl.constexpr,  # vectors per thread in a chunk
     N_CHUNKS: gl.constexpr,  # chunks of a part
     N_FULL: gl.constexpr,  # of these, those that every part fills
+    STAGES: gl.constexpr,
     MAX_PARTS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Programs 0 to n_parts - 1 own row 0, one part each, the next n_parts programs row 1, and so on.
 
-    Such a group goes on with the row that lies as many rows further as there are groups.
+    Such a group goes on with the row that lies as many rows further as there are groups. What a part has found of a row
+    is sent before the row ahead of it is written, and asked for after that: so the other parts' have had the time of a
+    whole row to come.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [num_warps], [0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     CHUNK: gl.constexpr = CHUNK_STEPS * 32 * num_warps * VECTOR
-    smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [N_CHUNKS, CHUNK], SHARED)
+    SUBTRACT_MEAN: gl.constexpr = mean_ptr is not None
+    smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES * N_CHUNKS, CHUNK], SHARED)
     cols = gl.arange(0, CHUNK, LAYOUT)
     part = gl.program_id(0) % n_parts
     row = (gl.program_id(0) // n_parts).to(gl.int64)
+    n_groups = gl.num_programs(0) // n_parts
     # All columns count from the begin of the part.
     first = part * part_cols
     count = gl.minimum(n_cols - first, part_cols)
     x_ptr += first
     y_ptr += first
-    if weight_ptr is not None:
-        weight_ptr += first
-    if bias_ptr is not None:
-        bias_ptr += first
-    for c in gl.static_range(N_CHUNKS):
-        _copy_chunk(smem, c, x_ptr + row * x_row_stride, c, cols, count, True, N_FULL)
-        async_copy.commit_group()
-    while row < n_rows:
-        mean = 0.0
-        if mean_ptr is not None:
-            total = gl.zeros([CHUNK], gl.float32, LAYOUT)
-            for c in gl.static_range(N_CHUNKS):
-                async_copy.wait_group(N_CHUNKS - 1 - c)
-                x = smem.index(c).load(LAYOUT).to(gl.float32)
-                total += x if c < N_FULL else gl.where(c * CHUNK + cols < count, x, 0.0)
-            mean = gl.sum(total, 0) / count
-        async_copy.wait_group(0)
-        m2 = gl.zeros([CHUNK], gl.float32, LAYOUT)
+    for k in gl.static_range(STAGES):
+        ahead = row + k * n_groups
         for c in gl.static_range(N_CHUNKS):
-            x = smem.index(c).load(LAYOUT).to(gl.float32) - mean
-            m2 += x * x if c < N_FULL else gl.where(c * CHUNK + cols < count, x * x, 0.0)
-        # The first chunk's weight and bias are on their way while the parts agree.
-        mask = None if N_FULL > 0 else cols < count
-        if weight_ptr is not None:
-            weight = gl.load(weight_ptr + cols, mask=mask, eviction_policy="evict_last")
-        if bias_ptr is not None:
-            bias = gl.load(bias_ptr + cols, mask=mask, eviction_policy="evict_last")
-        row_mail_ptr = mail_ptr + row * n_parts
-        means, m2s, parts = exchange(row_mail_ptr, mean, gl.sum(m2, 0), part, n_parts, MAX_PARTS, num_warps)
+            x_part_ptr = x_ptr + ahead * x_row_stride
+            _copy_chunk(smem, k * N_CHUNKS + c, x_part_ptr, c, cols, count, ahead < n_rows, N_FULL)
+        async_copy.commit_group()
+    # All rows share these. Loaded again for each, they would take twice as much of the L2 cache's rate as x does.
+    weights = _load_part(None if weight_ptr is None else weight_ptr + first, cols, count, N_CHUNKS, N_FULL)
+    biases = _load_part(None if bias_ptr is None else bias_ptr + first, cols, count, N_CHUNKS, N_FULL)
+    async_copy.wait_group(STAGES - 1)
+    part_mean, part_m2 = _statistics(smem, 0, cols, count, SUBTRACT_MEAN, N_CHUNKS, N_FULL)
+    send(mail_ptr + row * n_parts, part_mean, part_m2, part)
+    step = 0
+    while row < n_rows:
+        next_row = row + n_groups
+        if next_row < n_rows:
+            async_copy.wait_group(STAGES - 2)
+            next_mean, next_m2 = _statistics(smem, (step + 1) % STAGES, cols, count, SUBTRACT_MEAN, N_CHUNKS, N_FULL)
+            send(mail_ptr + next_row * n_parts, next_mean, next_m2, part)
+        means, m2s, parts = receive(mail_ptr + row * n_parts, n_parts, MAX_PARTS, num_warps)
         # Chan's formula joins the parts: each brings its own spread, and the distance of its mean from the row's.
         counts = gl.where(parts < n_parts, gl.minimum(n_cols - parts * part_cols, part_cols), 0).to(gl.float32)
         m2s = gl.where(parts < n_parts, m2s, 0.0)
-        if mean_ptr is not None:
+        mean = 0.0
+        if SUBTRACT_MEAN:
             mean = gl.sum(means * counts, 0) / n_cols
             m2s += gl.where(parts < n_parts, (means - mean) * (means - mean) * counts, 0.0)
         rstd = gl.rsqrt(gl.sum(m2s, 0) / n_cols + eps)
         if part == 0:
             gl.store(rstd_ptr + row, rstd)
-            if mean_ptr is not None:
+            if SUBTRACT_MEAN:
                 gl.store(mean_ptr + row, mean)
-        next_row = row + gl.num_programs(0) // n_parts
+        slot = step % STAGES
+        ahead = row + STAGES * n_groups
         for c in gl.static_range(N_CHUNKS):
-            chunk_cols = c * CHUNK + cols
-            mask = None if c < N_FULL else chunk_cols < count
-            y = (smem.index(c).load(LAYOUT).to(gl.float32) - mean) * rstd
+            y = (smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32) - mean) * rstd
             if weight_ptr is not None:
-                if c > 0:
-                    weight = gl.load(weight_ptr + chunk_cols, mask=mask, eviction_policy="evict_last")
-                y *= weight.to(gl.float32)
+                y *= _widen(weights[c])
             if bias_ptr is not None:
-                if c > 0:
-                    bias = gl.load(bias_ptr + chunk_cols, mask=mask, eviction_policy="evict_last")
-                y += bias.to(gl.float32)
-            gl.store(y_ptr + row * n_cols + chunk_cols, y.to(y_ptr.dtype.element_ty), mask=mask)
-            _copy_chunk(smem, c, x_ptr + next_row * x_row_stride, c, cols, count, next_row < n_rows, N_FULL)
-            async_copy.commit_group()
+                y += _widen(biases[c])
+            mask = None if c < N_FULL else c * CHUNK + cols < count
+            gl.store(y_ptr + row * n_cols + c * CHUNK + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+            x_part_ptr = x_ptr + ahead * x_row_stride
+            _copy_chunk(smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, count, ahead < n_rows, N_FULL)
+        async_copy.commit_group()
         row = next_row
+        step += 1
     async_copy.wait_group(0)
 
 
-def _parts(x: torch.Tensor, n_cols: int) -> tuple[int, int, int]:
-    """(parts of a row, columns of a part, warps of a program)."""
-    row_bytes = n_cols * x.element_size()
-    num_warps = next(warps for limit, warps in _PART_WARPS if row_bytes <= limit)
-    part_cols = num_warps * _WARP_BYTES // x.element_size()
-    return cdiv(n_cols, part_cols), part_cols, num_warps
+def _parts(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, n_cols: int) -> tuple[int, int]:
+    """(parts of a row, columns of a part): as long as its share of the widest tensor is no longer than _PART_BYTES."""
+    widest = max(t.element_size() for t in (x, weight, bias) if t is not None)
+    n_parts = cdiv(n_cols * widest, _PART_BYTES)
+    part_cols = cdiv(n_cols, 64 * n_parts) * 64  # whole cache lines
+    return cdiv(n_cols, part_cols), part_cols
 
 
-def supports_forward(x: torch.Tensor, n_cols: int) -> bool:
+def supports_forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, n_cols: int) -> bool:
     """Whether the kernel can take these rows, none of which is longer than all parts on the chip at a time."""
-    if x.element_size() > 4 or not n_cols * x.element_size() < 2**31:
+    if any(t is not None and t.element_size() > 4 for t in (x, weight, bias)):
         return False
     # Copies of 16 bytes; Triton wants the numbers to be multiples of 16 to believe in them.
-    if n_cols % 16 != 0 or x.stride(0) % 16 != 0 or x.data_ptr() % 16 != 0:
+    if n_cols % 16 != 0 or x.stride(0) % 16 != 0 or x.data_ptr() % 16 != 0 or not n_cols * x.element_size() < 2**31:
         return False
-    n_parts, _, num_warps = _parts(x, n_cols)
-    return n_parts <= _WARPS_PER_PROCESSOR // num_warps * num_multiprocessors(x.device)
+    return _parts(x, weight, bias, n_cols)[0] <= _FWD_PROGRAMS * num_multiprocessors(x.device)
 
 
 def forward(
@@ -179,18 +213,17 @@ def forward(
 ) -> None:
     """Write y, and the mean and rstd of each row, for rows that `supports_forward` accepts."""
     n_rows, n_cols = x.shape
-    n_parts, part_cols, num_warps = _parts(x, n_cols)
+    n_parts, part_cols = _parts(x, weight, bias, n_cols)
     vector = 16 // x.element_size()
-    chunk = _STEPS * 32 * num_warps * vector
-    n_programs = _WARPS_PER_PROCESSOR // num_warps
-    n_groups = min(n_rows, n_programs * num_multiprocessors(x.device) // n_parts)
+    chunk = _STEPS * 32 * vector
+    n_groups = min(n_rows, _FWD_PROGRAMS * num_multiprocessors(x.device) // n_parts)
     launch(
         _layer_norm_parts_fwd_kernel, (n_groups * n_parts,),
         x, weight, bias, y, mean, rstd, mailboxes(n_rows, n_parts, x.device),
         n_rows, n_parts, part_cols, n_cols, x.stride(0), eps,
-        VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=part_cols // chunk,
-        N_FULL=(n_cols - (n_parts - 1) * part_cols) // chunk, MAX_PARTS=max_parts(n_parts, num_warps),
-        num_warps=num_warps, **at_a_time(n_programs, num_warps),
+        VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=cdiv(part_cols, chunk),
+        N_FULL=(n_cols - (n_parts - 1) * part_cols) // chunk, STAGES=_FWD_STAGES, MAX_PARTS=max_parts(n_parts, 1),
+        num_warps=1, **at_a_time(_FWD_PROGRAMS, 1),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ Three things are decided here, from the sizes alone, so that equal calls give eq
 The rates below are what we measured on an H200, rounded; they only have to put the choices into the right order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import triton
@@ -70,7 +70,7 @@ def _sum_parts_kernel(
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _sum_parts(
+def sum_parts(
     parts: torch.Tensor,  # (n_parts, n_rows, n_cols)
     bias: torch.Tensor | None,
     out: torch.Tensor,  # (n_rows, n_cols)
@@ -127,11 +127,8 @@ def _copy_rows(x: torch.Tensor, out: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-def in_parts(multiply: Callable, n_parts: int, row_step: int, a, b, bias, out, pre, activation, batch) -> None:
-    """Let ``multiply(a, b, bias, out, pre, activation, batch)`` compute the product in n_parts equal parts of K.
-
-    It gets room for the parts whose rows are multiples of row_step numbers apart.
-    """
+def in_parts(multiply: Callable, n_parts: int, a, b, bias, out, pre, activation, batch) -> None:
+    """Let ``multiply(a, b, bias, out, pre, activation, batch)`` compute the product in n_parts equal parts of K."""
     if n_parts == 1:
         multiply(a, b, bias, out, pre, activation, batch)
         return
@@ -139,9 +136,9 @@ def in_parts(multiply: Callable, n_parts: int, row_step: int, a, b, bias, out, p
     (M, N), k = out.shape[-2:], a.shape[-1] // n_parts
     a = a.as_strided((n_parts, M, k), (k * a.stride(-1), *a.stride()[-2:]))
     b = b.as_strided((n_parts, k, N), (k * b.stride(-2), *b.stride()[-2:]))
-    parts = scratch((n_parts, M, cdiv(N, row_step) * row_step), torch.float32, out.device)[..., :N]
+    parts = scratch((n_parts, M, N), torch.float32, out.device)
     multiply(a, b, None, parts, None, None, ((n_parts,), [a.stride()[:1], b.stride()[:1]]))
-    _sum_parts(parts, bias, out, pre, activation)
+    sum_parts(parts, bias, out, pre, activation)
 
 
 def memory_us(M: int, N: int, K: int, itemsize: int) -> float:
@@ -149,12 +146,9 @@ def memory_us(M: int, N: int, K: int, itemsize: int) -> float:
     return (M * K + K * N) * itemsize / _BYTES_PER_US
 
 
-def possible_parts(K: int, n_tiles: int, device: torch.device) -> Iterator[int]:
-    """Numbers of equal parts of K, none too short, for which the whole GPU at once has room."""
-    yield 1
-    for n in range(2, min(_MAX_PARTS, num_multiprocessors(device) // n_tiles, K // 1024) + 1):
-        if K % (16 * n) == 0:
-            yield n
+def possible_parts(K: int, n_tiles: int, device: torch.device) -> range:
+    """Numbers of parts of K, none too short, for which the whole GPU at once has room."""
+    return range(1, max(1, min(_MAX_PARTS, num_multiprocessors(device) // n_tiles, K // 1024)) + 1)
 
 
 def time_us(n_tiles: int, tile_us: float, n_parts: int, n_out: int, device: torch.device, least_us: float = 0) -> float:
@@ -179,7 +173,7 @@ def _pointer_config(
             # Of whole tiles, so that not every number of rows decides anew.
             rows, cols = cdiv(M, block_m) * block_m, cdiv(N, block_n) * block_n
             least_us = memory_us(rows, cols, K, itemsize)
-            parts = possible_parts(K, tiles, device)
+            parts = (n for n in possible_parts(K, tiles, device) if K % (16 * n) == 0)
             n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, rows * cols, device, least_us))
         block_k = max(16, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
@@ -200,9 +194,12 @@ def _pointer_config(
 
 
 def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> bool:
-    """Whether there are tiles of 64 × 128 for half of the multiprocessors, or will be when a long K is cut."""
+    """Whether there are tiles of 64 × 128 for half of the multiprocessors; for three eighths of them if K is long.
+
+    A long K may be cut, and each part of a tile counts.
+    """
     n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128) * max(1, K // 4096)
-    return min(M, N) >= 128 and n_tiles > num_multiprocessors(device) // 2
+    return min(M, N) >= 128 and n_tiles > num_multiprocessors(device) * (3 if K >= 4096 else 4) // 8
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -265,7 +262,7 @@ def multiply(
         n_parts, config = _pointer_config(M, N, K, n_matrices, a.element_size(), a.device)
         in_parts(
             lambda *arguments: launch_tiles(*arguments, reduced, config),
-            n_parts, 1, a, b, bias, out, pre, activation, batch,
+            n_parts, a, b, bias, out, pre, activation, batch,
         )  # fmt: skip
     else:
         launch_tiles(a, b, bias, out, pre, activation, batch, reduced)

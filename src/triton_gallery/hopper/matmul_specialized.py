@@ -9,7 +9,7 @@ run as far ahead as the ring is long, also into the next output tile while the c
 import torch
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .._launch import cdiv, launch, num_multiprocessors
+from .._launch import cdiv, launch, num_multiprocessors, scratch
 from ..matmul import _activate, _grouped_tile
 from ._gluon import (
     async_load,
@@ -25,7 +25,7 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from .matmul import FLOAT8, is_transposed, matrices
-from .matmul_plan import in_parts, memory_us, possible_parts, time_us
+from .matmul_plan import memory_us, possible_parts, sum_parts, time_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
 
@@ -43,7 +43,7 @@ def _tile(i, n_matrices, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step, b_step,
+    a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step, b_step, k_step,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _producer(
         batch, tile_m, tile_n = _tile(i, n_matrices, tiles_m, tiles_n, GROUP_M)
         row = tile_m * (BLOCK_M * n_consumers)
         col = tile_n * BLOCK_N
-        for k in range(0, K, BLOCK_K):
+        for k in range(batch * k_step, batch * k_step + K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
             if n_consumers == NUM_CONSUMERS:
@@ -105,6 +105,17 @@ def _store(desc, ptr, values, smem, batch, row, col, M, N):
 
 
 @gluon.jit
+def _store_part(ptr, acc, batch, row, col, M, N):
+    """Send sums to memory from the registers: a row of a warp's tile has 32 bytes, a whole sector, for four threads."""
+    rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))[:, None]
+    cols = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))[None, :]
+    # Rows of parts begin at multiples of four numbers, and what lies behind the N-th is nobody's.
+    stride = gl.cdiv(N, 4) * 4
+    ptr += (batch.to(gl.int64) * M + row) * stride + col
+    gl.store(ptr + rows * stride + cols, acc, mask=(row + rows < M) & (col + cols < stride))
+
+
+@gluon.jit
 def _consumer(
     bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
     n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
@@ -117,7 +128,6 @@ def _consumer(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, BLOCK_N, 256 // a_smem.dtype.primitive_bitwidth]
     )
-    smem = out_smem.index(CONSUMER)
     step = 0
     # A consumer without work has no tiles.
     n_tiles = gl.where(CONSUMER < n_consumers, n_matrices * tiles_m * tiles_n, 0)
@@ -152,30 +162,34 @@ def _consumer(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             _release(empty, (step + STAGES - 1) % STAGES, n_consumers, NUM_CONSUMERS, CONSUMER)
 
-        OUT_COLS: gl.constexpr = smem.shape[2]
-        if OUT_COLS == BLOCK_N:
-            pieces = (acc,)
+        if out_smem is None:
+            _store_part(out_ptr, acc, batch, row, col, M, N)
         else:
-            # In two halves, because shared memory has no room for more beside the ring.
-            pieces = gl.split(gl.permute(gl.reshape(acc, (BLOCK_M, 2, OUT_COLS)), (0, 2, 1)))
-        for piece in gl.static_range(BLOCK_N // OUT_COLS):
-            pre = pieces[piece]
-            first = col + piece * OUT_COLS
-            if bias_ptr is not None:
-                # One number for each thread; all of them are then handed to whoever needs them.
-                cols = first + gl.arange(0, OUT_COLS, gl.BlockedLayout([1], [32], [4], [0]))
-                bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0).to(gl.float32)
-                pre += gl.convert_layout(bias, gl.SliceLayout(0, pre.type.layout))[None, :]
-            if pre_ptr is not None:
-                _store(pre_desc, pre_ptr, pre, smem, batch, row, first, M, N)
-            _store(out_desc, out_ptr, _activate(pre, ACTIVATION, smem.dtype), smem, batch, row, first, M, N)
+            smem = out_smem.index(CONSUMER)
+            OUT_COLS: gl.constexpr = smem.shape[2]
+            if OUT_COLS == BLOCK_N:
+                pieces = (acc,)
+            else:
+                # In two halves, because shared memory has no room for more beside the ring.
+                pieces = gl.split(gl.permute(gl.reshape(acc, (BLOCK_M, 2, OUT_COLS)), (0, 2, 1)))
+            for piece in gl.static_range(BLOCK_N // OUT_COLS):
+                pre = pieces[piece]
+                first = col + piece * OUT_COLS
+                if bias_ptr is not None:
+                    # One number for each thread; all of them are then handed to whoever needs them.
+                    cols = first + gl.arange(0, OUT_COLS, gl.BlockedLayout([1], [32], [4], [0]))
+                    bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0).to(gl.float32)
+                    pre += gl.convert_layout(bias, gl.SliceLayout(0, pre.type.layout))[None, :]
+                if pre_ptr is not None:
+                    _store(pre_desc, pre_ptr, pre, smem, batch, row, first, M, N)
+                _store(out_desc, out_ptr, _activate(pre, ACTIVATION, smem.dtype), smem, batch, row, first, M, N)
     store_wait(0)
 
 
 @gluon.jit
 def _tiles(
     a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, M, N, K, a_step,
-    b_step, n_consumers, stride_bias,
+    b_step, k_step, n_consumers, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -185,12 +199,15 @@ def _tiles(
     gdc_launch_dependents()
     A_SLOTS: gl.constexpr = [STAGES * NUM_CONSUMERS]
     B_SLOTS: gl.constexpr = [STAGES]
-    OUT_SLOTS: gl.constexpr = [NUM_CONSUMERS]
-    OUT_SHAPE: gl.constexpr = [1, BLOCK_M, OUT_COLS]
-    OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(OUT_SHAPE, out_ptr.dtype.element_ty)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, A_SLOTS + a_desc.block_type.shape, a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, B_SLOTS + b_desc.block_type.shape, b_desc.layout)
-    out_smem = gl.allocate_shared_memory(out_ptr.dtype.element_ty, OUT_SLOTS + OUT_SHAPE, OUT_LAYOUT)
+    if OUT_COLS == 0:
+        out_smem: gl.constexpr = None
+    else:
+        OUT_SLOTS: gl.constexpr = [NUM_CONSUMERS]
+        OUT_SHAPE: gl.constexpr = [1, BLOCK_M, OUT_COLS]
+        OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(OUT_SHAPE, out_ptr.dtype.element_ty)
+        out_smem = gl.allocate_shared_memory(out_ptr.dtype.element_ty, OUT_SLOTS + OUT_SHAPE, OUT_LAYOUT)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -203,7 +220,7 @@ def _tiles(
         gl.warp_specialize([
             (_producer, (
                 a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step,
-                b_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
                 n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
@@ -214,7 +231,7 @@ def _tiles(
         gl.warp_specialize([
             (_producer, (
                 a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step,
-                b_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
                 n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
@@ -230,7 +247,7 @@ def _tiles(
         gl.warp_specialize([
             (_producer, (
                 a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step,
-                b_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
                 n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
@@ -285,24 +302,22 @@ def _matmul_specialized_kernel(
     """Program i owns tiles i, i + n_programs, ... of n_consumers * BLOCK_M rows: out = activation(a @ b + bias)."""
     _tiles(
         a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, M, N, K, a_step,
-        b_step, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
+        b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
         B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["n_parts", "tiles_m", "tiles_n", "M", "N", "K", "n_consumers"])
+@gluon.jit(do_not_specialize=["n_parts", "tiles_m", "tiles_n", "M", "N", "part_k"])
 def _matmul_parts_kernel(
-    a_desc,  # (n_parts, M, K), or (n_parts, K, M) when A_TRANSPOSED
-    b_desc,  # (n_parts, K, N), or (n_parts, N, K) when B_TRANSPOSED
+    a_desc,  # (1, M, K), or (1, K, M) when A_TRANSPOSED
+    b_desc,  # (1, K, N), or (1, N, K) when B_TRANSPOSED
     out_ptr,  # (n_parts, M, N), float32
-    out_desc,
     n_parts,
     tiles_m,
     tiles_n,
     M,
     N,
-    K,  # of one part
-    n_consumers,  # how many of NUM_CONSUMERS have work
+    part_k,  # columns of a in one part; what the last part has beyond K, TMA fills with zeros
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -312,14 +327,13 @@ def _matmul_parts_kernel(
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
     PARTIAL_SUMS: gl.constexpr,
-    OUT_COLS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """The same for parts of a product that `_sum_parts_kernel` adds up: out[i] is what the i-th part of K gives."""
     _tiles(
-        a_desc, b_desc, None, out_ptr, None, out_desc, None, n_parts, tiles_m, tiles_n, M, N, K, 1, 1, n_consumers, 0,
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, None, PARTIAL_SUMS,
-        OUT_COLS, REGISTERS,
+        a_desc, b_desc, None, out_ptr, None, None, None, n_parts, tiles_m, tiles_n, M, N, part_k, 0, 0, part_k,
+        NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, None,
+        PARTIAL_SUMS, 0, REGISTERS,
     )  # fmt: skip
 
 
@@ -331,16 +345,20 @@ _TILES = (
     (2, 128, 3, 5, 0.93),
     (1, 128, 1, 8, 0.8),
 )
-# The same for parts of a product, which leave in float32 and need more shared memory for that.
+# The same for parts of a product, which leave in float32, straight from the registers.
 _PART_TILES = (
+    (2, 256, 2, 4, 1.0),
     (2, 128, 2, 6, 0.93),
     (1, 128, 1, 8, 0.78),
 )
 _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
+# Where rows do not begin with a cache line, each copy of 128 bytes takes two lines. The narrower a tile, the more it
+# copies for each multiplication: those of 128 columns lose this much more.
+_SPLIT_LINES = 0.85
 
 
 def _config(
-    M: int, N: int, K: int, n_matrices: int, itemsize: int, partial_sums: bool, device: torch.device
+    M: int, N: int, K: int, n_matrices: int, itemsize: int, partial_sums: bool, whole_lines: bool, device: torch.device
 ) -> tuple[int, int, dict[str, int]]:
     """Parts of K, consumers with work, and the tile: what takes the least time."""
     least_us = memory_us(M, N, K, itemsize) if n_matrices == 1 else 0
@@ -351,20 +369,21 @@ def _config(
 
     def time(choice):
         (n_consumers, block_n, *_, rate), n_parts = choice
+        if block_n == 128 and not whole_lines:
+            rate *= _SPLIT_LINES
         tile_us = n_consumers * BLOCK_M * block_n * K * itemsize / 2 / (_PER_US * rate)
         return time_us(n_tiles(choice[0]), tile_us, n_parts, M * N, device, least_us)
 
     # A second accumulator leaves no registers for 256 columns.
     choices = [(tile, 1) for tile in _TILES[partial_sums:]]
     if n_matrices == 1:
-        choices += [(tile, n) for tile in _PART_TILES for n in possible_parts(K, n_tiles(tile), device) if n > 1]
+        for tile in _PART_TILES[partial_sums:]:
+            choices += [(tile, n) for n in possible_parts(K, n_tiles(tile), device) if n > 1]
     (n_consumers, block_n, all_consumers, stages, _), n_parts = min(choices, key=time)
     return n_parts, n_consumers, dict(
         BLOCK_N=block_n,
         NUM_CONSUMERS=all_consumers,
         STAGES=stages,
-        # The only consumer has nobody to work while it stores, so it does that at once.
-        OUT_COLS=block_n if all_consumers == 1 else block_n // 2,
         REGISTERS=160 if all_consumers == 3 else 240,
     )  # fmt: skip
 
@@ -381,50 +400,42 @@ def multiply(
 ) -> None:
     """What `hopper.matmul.multiply` does, with this module's kernel; out and pre may have any number of columns."""
     (M, N), K = out.shape[-2:], a.shape[-1]
-    partial_sums = a.dtype in FLOAT8 and not reduced
-    n_parts, n_consumers, config = _config(M, N, K, batch[0][0], a.element_size(), partial_sums, a.device)
-    in_parts(
-        lambda *arguments: _launch(*arguments, partial_sums, n_consumers, config),
-        n_parts, 4,  # TMA stores rows that begin at multiples of 16 bytes
-        a, b, bias, out, pre, activation, batch,
-    )  # fmt: skip
-
-
-def _launch(a, b, bias, out, pre, activation, batch, partial_sums, n_consumers, config) -> None:
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
-    (M, N), K = out.shape[-2:], a.shape[-1]
-    block_n, block_k = config["BLOCK_N"], 128 // a.element_size()
+    partial_sums = a.dtype in FLOAT8 and not reduced
+    whole_lines = all(max(x.stride()[-2:]) * x.element_size() % 128 == 0 for x in (a, b))
+    n_parts, n_consumers, config = _config(M, N, K, n_matrices, a.element_size(), partial_sums, whole_lines, a.device)
+    block_k, block_n = 128 // a.element_size(), config["BLOCK_N"]
     tiles_m, tiles_n = cdiv(M, BLOCK_M * n_consumers), cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
+    descriptors = (
+        descriptor(matrices(a, n_matrices, a_stride), [1, block_k, BLOCK_M] if a_transposed else [1, BLOCK_M, block_k]),
+        descriptor(matrices(b, n_matrices, b_stride), [1, block_n, block_k] if b_transposed else [1, block_k, block_n]),
+    )
+    config |= dict(
+        BLOCK_M=BLOCK_M, BLOCK_K=block_k, GROUP_M=8, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
+        PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    n_programs = min(num_multiprocessors(a.device), n_matrices * n_parts * tiles_m * tiles_n)
+    if n_parts > 1:
+        part_k = cdiv(K, n_parts * block_k) * block_k
+        # Rows that begin at multiples of 16 bytes.
+        parts = scratch((n_parts, M, cdiv(N, 4) * 4), torch.float32, out.device)[..., :N]
+        launch(
+            _matmul_parts_kernel, (n_programs,), *descriptors, parts, n_parts, tiles_m, tiles_n, M, N, part_k, **config
+        )
+        sum_parts(parts, bias, out, pre, activation)
+        return
+    # The only consumer has nobody to work while it stores, so it does that at once.
+    out_cols = block_n if config["NUM_CONSUMERS"] == 1 else block_n // 2
     out_desc, pre_desc = (
-        descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, config["OUT_COLS"]])
+        descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, out_cols])
         if x is not None and x.stride(-2) * x.element_size() % 16 == 0
         else None
         for x in (out, pre)
     )
-    a_block = [1, block_k, BLOCK_M] if a_transposed else [1, BLOCK_M, block_k]
-    b_block = [1, block_n, block_k] if b_transposed else [1, block_k, block_n]
-    if out.dtype == torch.float32:
-        kernel, arguments = _matmul_parts_kernel, (out, out_desc, n_matrices, tiles_m, tiles_n, M, N, K, n_consumers)
-    else:
-        kernel, config = _matmul_specialized_kernel, dict(config, ACTIVATION=activation)
-        steps = int(a_stride > 0), int(b_stride > 0)
-        stride_bias = 0 if bias is None else bias.stride(0)
-        sizes = n_matrices, tiles_m, tiles_n, M, N, K
-        arguments = bias, out, pre, out_desc, pre_desc, *sizes, *steps, n_consumers, stride_bias
     launch(
-        kernel,
-        (min(num_multiprocessors(a.device), n_matrices * tiles_m * tiles_n),),
-        descriptor(matrices(a, n_matrices, a_stride), a_block),
-        descriptor(matrices(b, n_matrices, b_stride), b_block),
-        *arguments,
-        BLOCK_M=BLOCK_M,
-        BLOCK_K=block_k,
-        GROUP_M=8,
-        A_TRANSPOSED=a_transposed,
-        B_TRANSPOSED=b_transposed,
-        PARTIAL_SUMS=partial_sums,
-        **config,
-        num_warps=4,
-        launch_pdl=True,
+        _matmul_specialized_kernel, (n_programs,),
+        *descriptors, bias, out, pre, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, M, N, K,
+        int(a_stride > 0), int(b_stride > 0), n_consumers, 0 if bias is None else bias.stride(0),
+        OUT_COLS=out_cols, ACTIVATION=activation, **config,
     )  # fmt: skip

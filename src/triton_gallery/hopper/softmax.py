@@ -1,28 +1,46 @@
 """Softmax of long rows, in Gluon: a row waits on the chip between the two passes over it.
 
-``tl`` decides by itself what lives in shared memory. Here the kernel decides: it copies a row there chunk by chunk,
-takes maximum and sum as the chunks arrive, and writes the result chunk by chunk; as soon as a chunk is written, the
-copy of the next row's chunk takes its place, so that memory is never idle. Rows of more than 88 KiB are cut into parts:
-see ``exchange``.
+``tl`` decides by itself what lives in shared memory. Here the kernel decides. Rows of up to 40 KiB, which come here if
+they cannot be loaded 16 bytes at a time, have a program of their own each. Longer ones are cut into parts (see
+``exchange``), and a program holds its part of two or three rows: while one is written, maximum and sum of the next are
+known already. As soon as a piece is written, the copy of a later row's takes its place, so that memory is never idle.
 """
+
+from typing import NamedTuple
 
 import torch
 
 from .._launch import cdiv, launch, num_multiprocessors
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
-from .exchange import at_a_time, exchange, mailboxes, max_parts
+from .exchange import at_a_time, mailboxes, max_parts, receive, send
 
-# What the programs on one multiprocessor may hold in shared memory together; each is charged 1 KiB more.
-_SHARED_BYTES = 216 * 1024
 # Vectors of 16 bytes per thread in a chunk.
 _STEPS = 2
-# More programs on a multiprocessor do not help.
-_MAX_PROGRAMS = 6
-# Longer rows are cut into parts, of which a multiprocessor has room for _MAX_PROGRAMS.
-_MAX_ROW_BYTES = 88 * 1024
-_MAX_PART_BYTES = 32 * 1024
+# Longer rows are cut into parts.
+_MAX_ROW_BYTES = 40 * 1024
 # Fewer bytes than this, all rows together, are read twice in less time than the parts need to agree.
 _MIN_BYTES_OF_PARTS = 4 * 1024 * 1024
+
+
+class _Plan(NamedTuple):
+    max_row_bytes: int
+    part_bytes: int
+    num_warps: int
+    stages: int  # rows of which a program holds a part
+    programs: int  # on a multiprocessor, at most
+
+
+# Short parts of one warp, which waits for nobody but the other parts, as long as these are not too many: measured on an
+# H200.
+_PLANS = (
+    _Plan(_MAX_ROW_BYTES, _MAX_ROW_BYTES, 4, 1, 6),
+    _Plan(256 * 1024, 8 * 1024, 1, 2, 12),
+    _Plan(1024 * 1024, 8 * 1024, 2, 3, 8),
+    _Plan(2**31 - 1, 16 * 1024, 4, 3, 4),
+)
+# Shared memory of a multiprocessor; of this each program is charged 1 KiB, and what a reduction over its warps takes.
+_SHARED_BYTES = 228 * 1024
+_OVERHEAD_BYTES = 1024 + 256
 
 
 @gluon.jit
@@ -63,7 +81,28 @@ def _copy_chunk(chunk, ptrs, vectors, numbers, n_left, exists, MASKED: gl.conste
         # A vector has a part in the row or none, and a mask that says so keeps the copies 16 bytes wide.
         mask = mask & (vectors < n_left)
     async_copy_to_shared(chunk, ptrs, mask=mask)
-    async_copy.commit_group()
+
+
+@gluon.jit
+def _statistics(
+    ring, slot, cols, begin, end,
+    N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """The maximum of a part of a row, and its sum of exp(x - maximum)."""
+    STEPS: gl.constexpr = cols.shape[0]
+    THREADS: gl.constexpr = cols.shape[1]
+    CHUNK: gl.constexpr = STEPS * THREADS * cols.shape[2]
+    BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cols.type.layout))
+    # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
+    m = gl.full([THREADS], -3.4028234663852886e38, gl.float32, BY_THREAD)
+    s = gl.zeros([THREADS], gl.float32, BY_THREAD)
+    for c in gl.static_range(N_CHUNKS):
+        x = _widen(ring.index(slot * N_CHUNKS + c).load(cols.type.layout), DTYPE)
+        if c >= N_FULL or (c == 0 and not ALIGNED):
+            x = gl.where((c * CHUNK + cols >= begin) & (c * CHUNK + cols < end), x, -float("inf"))
+        m, s = _update(x, m, s)
+    part_max = gl.max(m, 0)
+    return part_max, gl.sum(s * gl.exp(m - part_max), 0)
 
 
 @gluon.jit
@@ -109,6 +148,7 @@ def _softmax_resident_fwd_kernel(
     CHUNK_STEPS: gl.constexpr,  # vectors per thread in a chunk
     N_CHUNKS: gl.constexpr,  # chunks of a part
     N_FULL: gl.constexpr,  # of these, those that every part fills
+    STAGES: gl.constexpr,  # rows of which there is room for a part; at least 2 where there are parts
     MAX_PARTS: gl.constexpr,
     ALIGNED: gl.constexpr,  # no cache line belongs to two rows
     IS_LOG: gl.constexpr,
@@ -116,7 +156,9 @@ def _softmax_resident_fwd_kernel(
 ):
     """Programs 0 to n_parts - 1 own row 0, one part each, the next n_parts programs row 1, and so on.
 
-    Such a group goes on with the row that lies as many rows further as there are groups.
+    Such a group goes on with the row that lies as many rows further as there are groups. What a part has found of a row
+    is sent before the row ahead of it is written, and asked for after that: so the other parts' have had the time of a
+    whole row to come.
     """
     # A chunk is (steps, threads, numbers of a vector): each thread meets what it has copied itself.
     THREADS: gl.constexpr = 32 * num_warps
@@ -129,7 +171,8 @@ def _softmax_resident_fwd_kernel(
     CHUNK: gl.constexpr = CHUNK_VECTORS * VECTOR
     LINE: gl.constexpr = 8 * VECTOR
     OUT: gl.constexpr = out_ptr.dtype.element_ty
-    ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [N_CHUNKS, CHUNK_STEPS, THREADS, VECTOR], SHARED)
+    SLOTS: gl.constexpr = STAGES * N_CHUNKS
+    ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [SLOTS, CHUNK_STEPS, THREADS, VECTOR], SHARED)
     threads = gl.arange(0, THREADS, BY_THREAD)[None, :, None]
     numbers = gl.arange(0, VECTOR, BY_NUMBER)[None, None, :]
     vectors = gl.arange(0, CHUNK_STEPS, BY_STEP)[:, None, None] * THREADS + threads
@@ -137,51 +180,94 @@ def _softmax_resident_fwd_kernel(
 
     part = gl.program_id(0) % n_parts
     row = (gl.program_id(0) // n_parts).to(gl.int64)
+    n_groups = gl.num_programs(0) // n_parts
     first = part * part_lines * LINE
     part_cols = gl.minimum(n_cols - first, part_lines * LINE)
-    # From the cache line in which a part begins, its numbers are those from `begin` to `end`.
-    x_line, begin = _place(row, x_row_stride, LINE, ALIGNED)
-    x_row_ptr = x_ptr + x_line + first
-    for c in gl.static_range(N_CHUNKS):
-        n_left = gl.cdiv(begin + part_cols, VECTOR) - c * CHUNK_VECTORS
-        _copy_chunk(ring.index(c), x_row_ptr + c * CHUNK + cols, vectors, numbers, n_left, True, c >= N_FULL)
-    while row < n_rows:
-        end = begin + part_cols
-        # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
-        m = gl.full([THREADS], -3.4028234663852886e38, gl.float32, BY_THREAD)
-        s = gl.zeros([THREADS], gl.float32, BY_THREAD)
+    # From the cache line in which a part begins, its numbers are those from `begin` to `begin + part_cols`.
+    for k in gl.static_range(STAGES):
+        ahead = row + k * n_groups
+        line, begin = _place(ahead, x_row_stride, LINE, ALIGNED)
+        n_vectors = gl.cdiv(begin + part_cols, VECTOR)
         for c in gl.static_range(N_CHUNKS):
-            async_copy.wait_group(N_CHUNKS - 1 - c)
-            x = _widen(ring.index(c).load(LAYOUT), OUT)
-            if c >= N_FULL or (c == 0 and not ALIGNED):
-                x = gl.where((c * CHUNK + cols >= begin) & (c * CHUNK + cols < end), x, -float("inf"))
-            m, s = _update(x, m, s)
-        row_max = gl.max(m, 0)
-        row_sum = gl.sum(s * gl.exp(m - row_max), 0)
-        if mail_ptr is not None:
-            maxima, sums, parts = exchange(
-                mail_ptr + row * n_parts, row_max, row_sum, part, n_parts, MAX_PARTS, num_warps
-            )
+            ptrs = x_ptr + line + first + c * CHUNK + cols
+            n_left = n_vectors - c * CHUNK_VECTORS
+            _copy_chunk(ring.index(k * N_CHUNKS + c), ptrs, vectors, numbers, n_left, ahead < n_rows, c >= N_FULL)
+        async_copy.commit_group()
+    begin = _place(row, x_row_stride, LINE, ALIGNED)[1]
+    if mail_ptr is not None:
+        async_copy.wait_group(STAGES - 1)
+        part_max, part_sum = _statistics(ring, 0, cols, begin, begin + part_cols, N_CHUNKS, N_FULL, ALIGNED, OUT)
+        send(mail_ptr + row * n_parts, part_max, part_sum, part)
+    step = 0
+    while row < n_rows:
+        slot = step % STAGES
+        next_row = row + n_groups
+        next_begin = _place(next_row, x_row_stride, LINE, ALIGNED)[1]
+        if mail_ptr is None:
+            async_copy.wait_group(STAGES - 1)
+            row_max, row_sum = _statistics(ring, slot, cols, begin, begin + part_cols, N_CHUNKS, N_FULL, ALIGNED, OUT)
+        else:
+            if next_row < n_rows:
+                async_copy.wait_group(STAGES - 2)
+                next_slot, next_end = (step + 1) % STAGES, next_begin + part_cols
+                next_max, next_sum = _statistics(
+                    ring, next_slot, cols, next_begin, next_end, N_CHUNKS, N_FULL, ALIGNED, OUT
+                )
+                send(mail_ptr + next_row * n_parts, next_max, next_sum, part)
+            maxima, sums, parts = receive(mail_ptr + row * n_parts, n_parts, MAX_PARTS, num_warps)
             row_max, row_sum = _join(maxima, sums, parts, n_parts)
         log2_sum = gl.log2(row_sum)
 
-        next_row = row + gl.num_programs(0) // n_parts
-        next_line, next_begin = _place(next_row, x_row_stride, LINE, ALIGNED)
-        next_row_ptr = x_ptr + next_line + first
+        ahead = row + STAGES * n_groups
+        line, ahead_begin = _place(ahead, x_row_stride, LINE, ALIGNED)
+        n_vectors = gl.cdiv(ahead_begin + part_cols, VECTOR)
         # Rows of x and of the output lie alike in their vectors, if not in their cache lines.
         out_row_ptr = out_ptr + (row * n_cols - begin) // VECTOR * VECTOR + first
         for c in gl.static_range(N_CHUNKS):
             start = c * CHUNK_VECTORS
-            out = _result(_widen(ring.index(c).load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
+            chunk = ring.index(slot * N_CHUNKS + c)
+            out = _result(_widen(chunk.load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
+            out_ptrs = out_row_ptr + c * CHUNK + cols
             if c >= N_FULL or (c == 0 and not ALIGNED):
-                _store(out_row_ptr + c * CHUNK + cols, out, start + vectors, numbers, begin, end, VECTOR, ALIGNED)
+                _store(out_ptrs, out, start + vectors, numbers, begin, begin + part_cols, VECTOR, ALIGNED)
             else:
-                gl.store(out_row_ptr + c * CHUNK + cols, out)
-            n_left = gl.cdiv(next_begin + part_cols, VECTOR) - start
-            ptrs = next_row_ptr + c * CHUNK + cols
-            _copy_chunk(ring.index(c), ptrs, vectors, numbers, n_left, next_row < n_rows, c >= N_FULL)
-        row, x_row_ptr, begin = next_row, next_row_ptr, next_begin
+                gl.store(out_ptrs, out)
+            ptrs = x_ptr + line + first + c * CHUNK + cols
+            _copy_chunk(chunk, ptrs, vectors, numbers, n_vectors - start, ahead < n_rows, c >= N_FULL)
+        async_copy.commit_group()
+        row, begin = next_row, next_begin
+        step += 1
     async_copy.wait_group(0)
+
+
+class _Cut(NamedTuple):
+    """How rows are cut, and how many groups of programs, each with a row at a time, there is room for."""
+
+    plan: _Plan
+    aligned: bool  # no cache line belongs to two rows
+    n_parts: int
+    part_lines: int
+    n_chunks: int  # of a part
+    n_full: int  # of these, those that every part fills
+    programs: int  # on a multiprocessor
+    max_groups: int
+
+
+def _cut(x: torch.Tensor, n_cols: int, row_stride: int) -> _Cut:
+    row_bytes = n_cols * x.element_size()
+    plan = next(plan for plan in _PLANS if row_bytes <= plan.max_row_bytes)
+    aligned = row_bytes % 128 == 0 and row_stride * x.element_size() % 128 == 0
+    # Parts that begin within a cache line may reach into one more.
+    more_bytes = 0 if aligned else 128
+    n_parts = 1 if row_bytes <= _MAX_ROW_BYTES else cdiv(row_bytes, plan.part_bytes - more_bytes)
+    part_lines = cdiv(row_bytes, 128 * n_parts)
+    n_parts = cdiv(row_bytes, part_lines * 128)
+    last_bytes = row_bytes - (n_parts - 1) * part_lines * 128
+    chunk_bytes = plan.num_warps * 32 * 16 * _STEPS
+    n_chunks = cdiv(min(row_bytes, part_lines * 128) + more_bytes, chunk_bytes)
+    programs = min(plan.programs, _SHARED_BYTES // (plan.stages * n_chunks * chunk_bytes + _OVERHEAD_BYTES))
+    max_groups = programs * num_multiprocessors(x.device) // n_parts
+    return _Cut(plan, aligned, n_parts, part_lines, n_chunks, last_bytes // chunk_bytes, programs, max_groups)
 
 
 def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -> int:
@@ -196,10 +282,9 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
         return 0
     if (row_stride - n_cols) * x.element_size() % 16 != 0 or x.data_ptr() % 16 != 0:
         return 0
-    if row_bytes > _MAX_ROW_BYTES:
-        n_parts = cdiv(row_bytes, _MAX_PART_BYTES)
-        if n_rows * row_bytes < _MIN_BYTES_OF_PARTS or n_parts > _MAX_PROGRAMS * num_multiprocessors(x.device):
-            return 0
+    cut = _cut(x, n_cols, row_stride)
+    if cut.max_groups == 0 or (cut.n_parts > 1 and n_rows * row_bytes < _MIN_BYTES_OF_PARTS):
+        return 0
     # The kernel reads whole vectors of 16 bytes. That of the last row's end may reach past the memory of x, and so may
     # those of other rows, if rows begin less than 16 bytes apart.
     end = ((n_rows - 1) * row_stride + n_cols) * x.element_size()
@@ -210,26 +295,14 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
 
 def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, is_log: bool) -> None:
     """Write the softmax of the first `n_rows`, which are supported, or its logarithm, to out."""
-    vector = 16 // x.element_size()
-    row_bytes = n_cols * x.element_size()
-    in_parts = row_bytes > _MAX_ROW_BYTES
-    n_parts = cdiv(row_bytes, _MAX_PART_BYTES) if in_parts else 1
-    part_lines = cdiv(row_bytes, 128 * n_parts)
-    n_parts = cdiv(row_bytes, part_lines * 128)
-    last_bytes = row_bytes - (n_parts - 1) * part_lines * 128
-    aligned = row_bytes % 128 == 0 and row_stride * x.element_size() % 128 == 0
-    # Rows that begin within a cache line may reach into one more.
-    part_bytes = (part_lines * 128 if in_parts else row_bytes) + (0 if aligned else 128 - x.element_size())
-    num_warps = 4 if part_bytes <= 40 * 1024 else 8
-    chunk_bytes = num_warps * 32 * 16 * _STEPS
-    n_chunks = cdiv(part_bytes, chunk_bytes)
-    programs = num_multiprocessors(x.device) * min(_MAX_PROGRAMS, _SHARED_BYTES // (n_chunks * chunk_bytes))
+    plan, aligned, n_parts, part_lines, n_chunks, n_full, programs, max_groups = _cut(x, n_cols, row_stride)
+    in_parts = n_parts > 1
     launch(
         _softmax_resident_fwd_kernel,
-        (min(n_rows, programs // n_parts) * n_parts,),
+        (min(n_rows, max_groups) * n_parts,),
         x, out, mailboxes(n_rows, n_parts, x.device) if in_parts else None,
         n_rows, n_parts, part_lines, n_cols, row_stride,
-        VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=min(n_chunks, last_bytes // chunk_bytes),
-        MAX_PARTS=max_parts(n_parts, num_warps), ALIGNED=aligned, IS_LOG=is_log, num_warps=num_warps,
-        **(at_a_time(_MAX_PROGRAMS, num_warps) if in_parts else {}),
+        VECTOR=16 // x.element_size(), CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=n_full,
+        STAGES=plan.stages, MAX_PARTS=max_parts(n_parts, plan.num_warps), ALIGNED=aligned, IS_LOG=is_log,
+        num_warps=plan.num_warps, **at_a_time(programs, plan.num_warps) | {"launch_cooperative_grid": in_parts},
     )  # fmt: skip
