@@ -264,6 +264,17 @@ def test_plans_on_hopper_are_few(N, K):
     assert all(len(configs) <= 3 for configs in compiled.values())
 
 
+@pytest.mark.parametrize("K", [1, 17, 130, 2000, 4097, 8200, 16400])
+def test_there_is_a_plan_on_hopper_for_every_shape(K):
+    meta = torch.device("meta")
+    specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
+    for M, N in itertools.product((1, 16, 17, 64, 130, 700, 3001), repeat=2):
+        n_parts, _ = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
+        assert n_parts == 1 or K % (16 * n_parts) == 0
+        for itemsize, partial_sums, whole_lines in ((2, False, False), (2, False, True), (1, True, False)):
+            assert specialized._config(M, N, K, 1, itemsize, partial_sums, whole_lines, meta)[0] >= 1
+
+
 def test_row_counts_share_compilations():
     row_counts = [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 129, 200, 255, 256, 384]
     row_counts += [500, 700, 1000, 1024, 1536, 2048, 4096, 8192]

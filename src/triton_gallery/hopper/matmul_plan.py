@@ -173,7 +173,7 @@ def _pointer_config(
             # Of whole tiles, so that not every number of rows decides anew.
             rows, cols = cdiv(M, block_m) * block_m, cdiv(N, block_n) * block_n
             least_us = memory_us(rows, cols, K, itemsize)
-            parts = (n for n in possible_parts(K, tiles, device) if K % (16 * n) == 0)
+            parts = (n for n in possible_parts(K, tiles, device) if n == 1 or K % (16 * n) == 0)
             n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, rows * cols, device, least_us))
         block_k = max(16, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
