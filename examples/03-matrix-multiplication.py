@@ -1020,8 +1020,9 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # multiprocessors (Gluon has that since Triton 3.9). Of the sizes that we tried, products from 6144³ on gained a
 # hundredth, and small ones lost several.
 #
-# Large products are limited by the matrix unit and by the power it may draw. In float16 we are about even with torch
-# from 4096³ on; at 3072³ we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate over torch's is
+# Large products are limited by the matrix unit and by the power it may draw. In float16 we are even with torch or a few
+# per cent behind from 2048³ on; at 3072³ we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate
+# over torch's is
 #
 # - :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³ and
 #   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³ in float16
@@ -1062,11 +1063,12 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
 # other one at 1024³, where a launch counts. In larger products the trip that they save has to make up for what the
-# product alone is behind. At 4096³ it does, and we are at
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096`; at 8192³ the best other one is `torch.compile`, and we
-# are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While a tile is on its way out the matrix unit
-# waits, so each instruction of the activation counts. An earlier version took a quotient where this one squares the
-# inverse of a root, which the GPU has an instruction for, and lost all of that lead.
+# product alone is behind, and here it does not: at 4096³ we are at
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` of `torch.compile`, at 8192³ at
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (In the run before, the same machine code was ahead at
+# 4096³. Products of this size run at the limit of the GPU's power, and a few per cent are the run's own.) While a tile
+# is on its way out the matrix unit waits, so each instruction of the activation counts: this one squares the inverse of
+# a root, which the GPU has an instruction for, where an earlier version took a quotient.
 
 # %%
 # Break it: forget the short group
