@@ -883,8 +883,8 @@ tg.codegen.inspect(tg.softmax, x)
 # The registers confirm the plan: they hold the row and little else, and nothing spills. Shared memory is a few bytes,
 # one number from each warp. And the widest load is 128 bits, eight numbers at once, since 8192 is a multiple of 8.
 # (With 781 columns a row may begin at any even address, and the loads are 16 bits wide.) Long rows take another kernel:
-# on Hopper the one with the chunks, here on a part of 32 KiB, after the small one that empties the mailboxes; elsewhere
-# the online one, whose shared memory is a waiting room for the blocks that are on their way.
+# on Hopper the one with the chunks, here on 8 KiB of each of two rows, after the small one that empties the mailboxes;
+# elsewhere the online one, whose shared memory is a waiting room for the blocks that are on their way.
 
 long_x = torch.empty(4096, 131072, dtype=torch.float16, device="meta")
 long_report = tg.codegen.inspect(tg.softmax, long_x)
