@@ -1065,7 +1065,7 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # other one at 1024³, where a launch counts. In larger products the trip that they save has to make up for what the
 # product alone is behind, and here it does not: at 4096³ we are at
 # :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` of `torch.compile`, at 8192³ at
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (In the run before, the same machine code was ahead at
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (In an earlier record the same machine code was ahead at
 # 4096³. Products of this size run at the limit of the GPU's power, and a few per cent are the run's own.) While a tile
 # is on its way out the matrix unit waits, so each instruction of the activation counts: this one squares the inverse of
 # a root, which the GPU has an instruction for, where an earlier version took a quotient.
