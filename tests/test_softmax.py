@@ -141,6 +141,26 @@ CHIP_COLUMNS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_programs_that_hold_rows_fit_a_multiprocessor(dtype):
+    module = pytest.importorskip("triton_gallery.hopper.softmax", exc_type=ImportError)
+    x = torch.empty(1, dtype=dtype, device="meta")
+    for n_cols in (*range(4097, 200_000, 251), 32_767, 40_960, 262_144, 524_289, 1_048_576, 2_097_151):
+        for row_stride in (n_cols, n_cols + 64):
+            cut = module._cut(x, n_cols, row_stride)
+            row_bytes, part_bytes = n_cols * x.element_size(), cut.part_lines * 128
+            assert (cut.n_parts - 1) * part_bytes < row_bytes <= cut.n_parts * part_bytes
+            # What begins within a cache line has up to 126 bytes of the one before it.
+            chunk_bytes = cut.plan.num_warps * 32 * 16 * module._STEPS
+            longest = min(row_bytes, part_bytes) + (0 if cut.aligned else 126)
+            assert cut.n_full <= cut.n_chunks == -(-longest // chunk_bytes)
+            held = cut.plan.stages * cut.n_chunks * chunk_bytes
+            assert 0 < cut.programs * (held + module._OVERHEAD_BYTES) <= 228 * 1024
+            # A multiprocessor has four parts with 16384 registers each.
+            warps = -(-cut.programs * cut.plan.num_warps // 4)
+            assert warps * 32 * module.at_a_time(cut.programs, cut.plan.num_warps)["maxnreg"] <= 16384
+
+
 @pytest.mark.gpu
 @OPS
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
