@@ -798,7 +798,7 @@ report_short
 # mailboxes with NaNs that no arithmetic makes, so a message is told from none.) Then every program knows the row's
 # statistics and writes its part, which never left the multiprocessor (`hopper/exchange.py`). An answer takes its time,
 # so a program holds its part of two or three rows: it sends what it has found of a row *before* it writes the row ahead
-# of that one, and asks for the answers after it, when most of them have come.
+# of that one, and asks for the answers after it, so that they have the time of a whole row to come.
 #
 # This is easy to say, and a danger. A program that waits does not make room for another. Were some parts of a row still
 # queueing for a place while the others, which have all the places, wait for them, they would do so for ever. Triton's

@@ -180,6 +180,14 @@ def test_rows_in_registers_and_longer_match_torch(norm, dtype, n_cols, device):
 @pytest.mark.gpu
 @NORMS
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_rows_too_long_for_all_multiprocessors(norm, dtype, device):
+    x = torch.randn(2, 4_194_304, device=device).add(3).to(dtype)
+    check(norm, x, (4_194_304,), make_params(norm, (4_194_304,), dtype, device))
+
+
+@pytest.mark.gpu
+@NORMS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize(
     ("n_rows", "n_cols"),
     [(1, 65_552), (40, 49_168), (700, 65_536), (300, 131_088), (90, 300_000), (3, 1_048_592), (2, 1_800_000)],

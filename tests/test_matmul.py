@@ -834,13 +834,26 @@ def test_tma_kernel_takes_float8(tma, reduced):
     assert_as_accurate_as_torch(out, a.bfloat16() @ b.bfloat16(), a.double() @ b.double(), floor=1e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", [*itertools.product((False, True), repeat=2)], ids=str)
-def test_every_tile_of_the_tma_kernels_matches_torch(tma, layout, monkeypatch):
-    M, N, K = 1000, 776, 520
+def random_product(M, N, K, layout):
+    """a, b and a bias in float16; a "t" in the layout for each matrix that lies transposed."""
     bias = random(N, dtype=torch.float16)
-    a = random(K, M, dtype=torch.float16).t() if layout[0] else random(M, K, dtype=torch.float16)
-    b = random(N, K, dtype=torch.float16).t() if layout[1] else random(K, N, dtype=torch.float16)
+    a = random(K, M, dtype=torch.float16).t() if layout[0] == "t" else random(M, K, dtype=torch.float16)
+    b = random(N, K, dtype=torch.float16).t() if layout[1] == "t" else random(K, N, dtype=torch.float16)
+    return a, b, bias
+
+
+@pytest.fixture
+def specialized():
+    module = hopper.load("matmul_specialized") if is_hopper(DEVICE) else None
+    if module is None:
+        pytest.skip("needs a Hopper GPU")
+    return module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+def test_every_tile_of_the_tma_kernels_matches_torch(tma, layout, monkeypatch):
+    a, b, bias = random_product(1000, 776, 520, layout)
     for tile in tma._TILES:
         monkeypatch.setattr(tma, "_TILES", (tile,))
         out, _ = run_tma(tma, a, b)
@@ -855,14 +868,8 @@ def test_every_tile_of_the_tma_kernels_matches_torch(tma, layout, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
-def test_every_tile_stores_rows_that_tma_cannot_address(layout, monkeypatch):
-    specialized = hopper.load("matmul_specialized") if is_hopper(DEVICE) else None
-    if specialized is None:
-        pytest.skip("needs a Hopper GPU")
-    M, N, K = 1001, 777, 520
-    bias = random(N, dtype=torch.float16)
-    a = random(K, M, dtype=torch.float16).t() if layout[0] == "t" else random(M, K, dtype=torch.float16)
-    b = random(N, K, dtype=torch.float16).t() if layout[1] == "t" else random(K, N, dtype=torch.float16)
+def test_every_tile_stores_rows_that_tma_cannot_address(specialized, layout, monkeypatch):
+    a, b, bias = random_product(1001, 777, 520, layout)
     wide = [x.double() for x in (a, b, bias)]
     a, b = map(matmul_plan._aligned, (a, b))
     for tile in specialized._TILES:
@@ -873,15 +880,9 @@ def test_every_tile_stores_rows_that_tma_cannot_address(layout, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", [*itertools.product((False, True), repeat=2)], ids=str)
-def test_every_tile_of_parts_that_do_not_divide_k(layout, monkeypatch):
-    specialized = hopper.load("matmul_specialized") if is_hopper(DEVICE) else None
-    if specialized is None:
-        pytest.skip("needs a Hopper GPU")
-    M, N, K = 300, 265, 9000
-    bias = random(N, dtype=torch.float16)
-    a = random(K, M, dtype=torch.float16).t() if layout[0] else random(M, K, dtype=torch.float16)
-    b = random(N, K, dtype=torch.float16).t() if layout[1] else random(K, N, dtype=torch.float16)
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout, monkeypatch):
+    a, b, bias = random_product(300, 265, 9000, layout)
     wide = [x.double() for x in (a, b, bias)]
     a, b = map(matmul_plan._aligned, (a, b))
     monkeypatch.setattr(specialized, "_TILES", ())

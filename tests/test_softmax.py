@@ -196,6 +196,13 @@ def test_few_rows_on_several_multiprocessors(op, dtype, shape, device):
 
 
 @pytest.mark.gpu
+@OPS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_rows_too_long_for_all_multiprocessors(op, dtype, device):
+    check(op, torch.randn(2, 5_000_001, device=device).mul(3).to(dtype))
+
+
+@pytest.mark.gpu
 def test_parts_wait_for_each_other_on_many_streams_and_in_graphs(device):
     if not is_hopper(device):
         pytest.skip("these kernels are Hopper's")

@@ -920,13 +920,13 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row is read once and stays on the chip; longer ones are read
         twice, the second time from the L2 cache while it fits there. On Hopper longer 16-bit or float32 rows are read
-        once, too, if they have up to 8 MiB each (on an H200) and 4 MiB together, x is 16-byte aligned, and so is the
-        distance from a row's end to the next row: they lie in parts on several multiprocessors, which exchange their
-        maxima and sums. Elsewhere a few rows of 128 KiB or more
-        are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory,
-        as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
-        float64, in the backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit
-        for bit. The gradient has kernels of its own and can be differentiated again.
+        once, too, if there are two or more, with up to 8 MiB each (on an H200) and at least 4 MiB together, if x is
+        16-byte aligned and so is the distance from a row's end to the next row: they lie in parts on several
+        multiprocessors, which exchange their maxima and sums. Elsewhere a few rows of 128 KiB or more are cut into
+        parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as with any
+        dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for float64, in the
+        backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit for bit. The
+        gradient has kernels of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery

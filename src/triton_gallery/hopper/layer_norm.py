@@ -4,6 +4,7 @@ Backward, both means of a row must be known before the first element of its grad
 stay in registers from the first row to the last. For both there is no room in registers when rows are long. So the rows
 of x and dy, and the weight, live in shared memory, where the next rows arrive while this one is worked on. Longer rows
 are cut into parts, forward beyond 24576 numbers, backward beyond 12288 of 16 bits or 8192 of 32: see ``exchange``.
+Forward, a part is so short that its weight and bias stay in registers from the first row to the last.
 """
 
 from typing import NamedTuple
