@@ -125,6 +125,7 @@ PAGE = """
 SIZES = [1]
 OTHER = [2]
 n = [4]
+call = [5]
 
 def inputs(n):
     return n
@@ -132,7 +133,9 @@ def inputs(n):
 def sweep(dtype):
     @report(title="x")
     def bench(n):
-        return inputs(n), SIZES
+        def call():
+            return inputs(n), SIZES
+        return call()
     return bench.run()
 
 def plot():
@@ -144,7 +147,8 @@ def plot():
     ("old", "new", "same"),
     [
         ("[2]", "[3]", True),
-        ("[4]", "[5]", True),  # the functions' n is their own
+        ("[4]", "[6]", True),  # the functions' n is their own
+        ("[5]", "[6]", True),  # and so is a function inside them
         ('title="x"', 'title="y"', True),
         ("return OTHER", "return 1", True),
         ("[1]", "[3]", False),

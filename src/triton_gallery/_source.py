@@ -116,7 +116,9 @@ def _own(function: ast.FunctionDef | ast.Lambda) -> set[str]:
     parts = [part for _, part in _parts(function)]
     walked = [part for root in parts if isinstance(root, ast.AST) for part in ast.walk(root)]
     arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
-    return arguments | {part.id for part in walked if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    functions = {part.name for part in walked if isinstance(part, ast.FunctionDef)}
+    stored = {part.id for part in walked if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    return arguments | functions | stored
 
 
 def _parts(node: ast.AST) -> list[tuple[str, object]]:
