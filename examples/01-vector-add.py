@@ -207,8 +207,9 @@ plt.show()
 #   with the launch's keyword arguments. Whoever lets Triton choose the block size needs that.
 #
 # Why 1024? Each program has 128 threads (4 warps of 32) unless the launch asks otherwise, as in `num_warps=8`. So a
-# block of 1024 gives each of them 8 elements, that is two loads of 16 bytes, the widest there are, from each input.
-# That is enough to keep the memory busy, and few enough for the registers.
+# block of 1024 gives each of them 8 elements, that is two loads of 16 bytes, the widest that an H200 has, from each
+# input, where the length is a multiple of 16 (below we see why). That is enough to keep the memory busy, and few enough
+# for the registers.
 
 # %%
 # It agrees with torch, to the last bit
@@ -227,9 +228,9 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 #
 # Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, one device. `triton_gallery.add` trusts
 # nobody. As `torch.add` it takes two tensors, or a tensor and a number; it promotes dtypes, broadcasts, scales by
-# `alpha`, has gradients, and refuses the rest in words. When both tensors fill their memory without gaps and in the
-# same order, it launches the kernel above; otherwise a second one works out the address of each element from the
-# strides.
+# `alpha`, has gradients, and refuses the rest in words. Where both tensors have the same dtype, fill their memory
+# without gaps and in the same order, and `alpha` is 1, it launches the kernel above (but for bool). Otherwise a second
+# one converts, scales, and works out the address of each element from the strides.
 
 matrix = torch.randn(5, 7, device=DEVICE, requires_grad=True)
 row = torch.randn(7, device=DEVICE, dtype=torch.float16, requires_grad=True)
@@ -248,10 +249,10 @@ except ValueError as error:
 # How close to the limit?
 # -----------------------
 #
-# We measure from 16 KiB to 1 GiB per tensor, against torch's own addition and against what `torch.compile` makes of
-# it. The figure of merit is the useful bandwidth: 12 bytes per element, divided by the time. Between any two runs the
-# L2 cache is flushed, so that every byte has to come from memory. Without a GPU we show the record of the last
-# measured run, which says itself whether anything has changed since.
+# We measure from 16 KiB to 1 GiB per tensor, against torch's own addition and against what `torch.compile` makes of it.
+# The figure of merit is the useful bandwidth: 12 bytes per element, divided by the time. Between any two runs the L2
+# cache is flushed, so that every byte has to come from memory. Without a GPU we show the record of the last measured
+# run, which says so where anything has changed since.
 #
 # A launch returns at once, while the GPU goes on working, so a clock around the call would measure the launch alone.
 # `measure` lets the GPU itself take the time between the start and the end of each of many calls, and gives the median
@@ -414,15 +415,14 @@ ladder
 # launch takes longer than the work. To the right they part, by the bytes that they have under way. The loop levels off
 # early: it waits for each block before it asks for the next, so a longer vector means more trips, and not more on each.
 # At :math:`2^{24}` elements it moves :measured:`vector-add-ladder-fp32: one program, a loop at 16777216`. Blocks of 32
-# put every multiprocessor to work, but of four threads three have nothing to ask for. 66 times as many bytes are under
-# way as in the loop, and the rate is
-# :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / one program, a loop at 16777216` the loop's: less
-# than that, since a program also has to start and to end, here for 32 elements. They reach
-# :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / limit at 268435456` of a copy's rate at
-# :math:`2^{28}` elements. With blocks of 1024 each thread has four wide loads under way, and memory itself is the limit
-# at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at 268435456`. (An addition reads
-# more than it writes, and reading is a little faster.) The final step brings no speed: what the library adds to
-# `my_add` happens before the launch.
+# put every multiprocessor to work, but a program's four warps all ask for the same 32 elements. 66 times as many bytes
+# are under way as in the loop, and the rate is :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / one
+# program, a loop at 16777216` the loop's: less than that, since a program also has to start and to end, here for 32
+# elements. They reach :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / limit at 268435456` of a copy's
+# rate at :math:`2^{28}` elements. With blocks of 1024 each thread has four wide loads under way, and memory itself is
+# the limit at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at 268435456`. (An
+# addition reads more than it writes, and reading is a little faster.) The final step brings no speed: what the library
+# adds to `my_add` happens before the launch.
 
 # %%
 # Under the roofline
@@ -437,9 +437,10 @@ rates = report.series("triton_gallery")  # in GB/s; divided by 12 bytes and by 1
 tg.benchmark.roofline(report, {f"$2^{{{n}}}$ elements": (1 / 12, rates[2**n] / 12 / 1000) for n in (16, 20, 28)})
 
 # %%
-# Look at how far left the points are: there are thousands of times more operations to be had than an addition has use
-# for. (The flat part is that of the matrix unit, which multiplies small matrices and nothing else. For additions the
-# roof is lower, and still far away.) Only the distance to the slope counts, and large vectors close it.
+# Look at how far left the points are: at the flat part there are some two thousand times more operations to be had than
+# an addition has use for. (It is the rate at which the matrix unit multiplies float16 matrices, and that unit does
+# nothing else. The roof of float32 additions, near 33 TFLOP/s on an H200, is lower, and still some ninety times what we
+# use.) Only the distance to the slope counts, and large vectors close it.
 
 # %%
 # What the compiler made of it

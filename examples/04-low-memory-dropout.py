@@ -280,7 +280,7 @@ assert all(torch.equal(trace.arguments["out_ptr"] > 0, kept) for trace in traces
 print(traces[8])
 
 # %%
-# Eight elements share a call, and two of them a word; a stroke marks the one whose halves are swapped. The colours
+# Eight elements share a call, and two of them a word; a prime (′) marks the one whose halves are swapped. The colours
 # differ from picture to picture, since a larger block gives an element to another program; the counters above it do
 # not. That is why both launches keep the same elements, and why a backward pass with another block size would, too. The
 # table has a line for :math:`x` and a line for the result, and none for a mask.
@@ -331,6 +331,11 @@ torch.manual_seed(1)
 first, second = tg.dropout(x), tg.dropout(x)
 torch.manual_seed(1)
 assert torch.equal(first, tg.dropout(x)) and not torch.equal(first, second)
+
+# %%
+# On a GPU torch keeps its mask, one byte for each of the 9000 elements; on a CPU it keeps a factor for each, in the dtype
+# of `x`. Ours keeps the seed, eight bytes. On an NVIDIA GPU our seed is a Python number, which this list does not
+# count, so the first line says 0 there.
 
 # %%
 # First fewer bytes, then fewer instructions
@@ -550,8 +555,8 @@ for name, (intensity, report) in intensities.items():
 tg.benchmark.roofline(report_fp32, points, title="Dropout, forward")
 
 # %%
-# Both points are at the slope. But these are operations on integers, which the matrix unit does not have, and their own
-# roof is far below the flat part. Eight times as much arithmetic, one call for each element, would hit it.
+# Both points are at the slope. But these are operations on 32-bit integers, which the matrix unit does not have, and
+# their own roof is far below the flat part. Eight times as much arithmetic, one call for each element, would hit it.
 
 # %%
 # What the compiler made of it
@@ -562,10 +567,11 @@ tg.codegen.inspect(tg.dropout, torch.empty(2**20, dtype=torch.float16, device="m
 # %%
 # Loads are wide although each thread makes its random numbers by itself, and no shared memory is used: nothing has to
 # move between threads. That is the interleaving at work. In float16 the widest load brings eight numbers, as many as a
-# call of Philox serves. In float32 it brings four, and the draws of every other thread come through shared memory.
+# call of Philox serves. In float32 it brings four, half of what a call serves: two threads share the words of a call,
+# and all words pass through shared memory.
 #
 # Line by line, the ten rounds stand in PTX as pairs of `mul.hi` and `mul.lo` with the two constants from above, beside
-# the line that calls `_draw_block`.
+# the line that calls `_draw_block`. There they are signed numbers, −766435501 and −845247145.
 
 tg.codegen.listing(tg.dropout, torch.empty(2**20, dtype=torch.float16, device="meta"), seed=1)
 
@@ -663,12 +669,14 @@ for dropout in (my_dropout, repeating_dropout):
 # Solution 1: whole rows
 # ~~~~~~~~~~~~~~~~~~~~~~
 #
-# The draw belongs to the row, so its index is the row's number, and a call serves eight rows, whatever their length.
+# The draw belongs to the row, so its index is the row's number, and a call has draws for eight rows, whatever their
+# length. An eighth of a call would do for a row. Here each row is a program of its own and makes the call again, which
+# costs little beside the row's bytes.
 
 
 @triton.jit
 def drop_rows_kernel(x_ptr, out_ptr, n_cols, seed, threshold: tl.uint32, scale, BLOCK_COLS: tl.constexpr):
-    row, cols = tl.program_id(0), tl.arange(0, BLOCK_COLS)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_COLS)
     a, b, c, d = tl.randint4x(seed, row // 8)
     i = row % 8 // 2
     word = tl.where(i < 2, tl.where(i == 0, a, b), tl.where(i == 2, c, d)).to(tl.uint32, bitcast=True)

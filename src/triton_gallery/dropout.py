@@ -287,8 +287,9 @@ def dropout(
         p * 2**32, once in 65536 times. The product is computed in float32 (float64 for float64) and rounded once. A
         dropped infinity or NaN gives 0, where torch may give NaN.
         Gradients of any order draw the same mask. A seed in a tensor is read on the device when the kernel runs, so
-        nothing waits for it, and with ``seed=None`` each replay of a CUDA graph draws a new mask. Changing the tensor
-        in place between forward and backward is an error, which autograd reports.
+        nothing waits for it, and with ``seed=None`` each replay of a CUDA graph draws a new mask. Changing an int64
+        tensor in place between forward and backward is an error, which autograd reports; a seed of another dtype is
+        copied at the call.
 
     Example:
         >>> import torch, triton_gallery

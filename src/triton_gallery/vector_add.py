@@ -173,20 +173,21 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
     Args:
         x: any shape; float16, bfloat16, float32, float64, uint8, a signed integer dtype or bool.
         y: a tensor whose shape broadcasts with x's, or a Python number.
-        alpha: the factor of y; a whole number when the result's dtype is an integer.
+        alpha: the factor of y; an int when the result's dtype is an integer, a bool only when it is bool.
 
     Returns:
         A tensor of the broadcast shape, in the dtype that :func:`torch.result_type` gives for x and y.
 
     Raises:
-        TypeError: x is no tensor, a dtype is not supported, or alpha is a fraction for an integer result.
+        TypeError: x is no tensor, y neither tensor nor number, a dtype is not supported, or alpha is no number or one that
+            the result's dtype does not take.
         ValueError: the shapes do not broadcast, the tensors live on different devices, or an int exceeds 64 bits.
 
     Notes:
-        float16 and bfloat16 are added in float32 and rounded once. The gradients are those of the formula, summed over
-        broadcast dimensions. Two tensors of the same dense layout take one flat kernel, launched twice for 2**20
-        elements or more if their number is no multiple of 16; broadcasting, strides, mixed dtypes and alpha take a
-        second kernel that computes each element's address.
+        Every sum is rounded once; with alpha, float16 and bfloat16 are computed in float32. The gradients are those of
+        the formula, summed over broadcast dimensions. Two tensors of the same dense layout take one flat kernel,
+        launched twice for 2**20 elements or more if their number is no multiple of 16; broadcasting, strides, mixed
+        dtypes, bool and alpha take a second kernel that computes each element's address.
 
     Example:
         >>> import torch, triton_gallery
