@@ -22,7 +22,7 @@ You will learn:
 # installed with its extra `examples`. `DEVICE` is where our tensors go: the GPU, or else the CPU.
 
 import torch
-import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton_gallery as tg  # before triton: without a GPU it switches the interpreter on
 import triton
 import triton.language as tl
 

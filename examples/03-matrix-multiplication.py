@@ -17,7 +17,7 @@ You will learn:
 # -------------------------------
 
 import torch
-import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton_gallery as tg  # before triton: without a GPU it switches the interpreter on
 import triton
 import triton.language as tl
 

@@ -17,7 +17,7 @@ You will learn:
 # -------------------------------
 
 import torch
-import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton_gallery as tg  # before triton: without a GPU it switches the interpreter on
 import triton
 import triton.language as tl
 
@@ -333,8 +333,8 @@ torch.manual_seed(1)
 assert torch.equal(first, tg.dropout(x)) and not torch.equal(first, second)
 
 # %%
-# On a GPU torch keeps its mask, one byte for each of the 9000 elements; on a CPU it keeps a factor for each, in the dtype
-# of `x`. Ours keeps the seed, eight bytes. On an NVIDIA GPU our seed is a Python number, which this list does not
+# On a GPU torch keeps its mask, one byte for each of the 9000 elements; on a CPU it keeps a factor for each, in the
+# dtype of `x`. Ours keeps the seed, eight bytes. On an NVIDIA GPU our seed is a Python number, which this list does not
 # count, so the first line says 0 there.
 
 # %%

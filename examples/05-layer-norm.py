@@ -30,7 +30,7 @@ You will learn:
 # free, and what we count is trips to memory.
 
 import torch
-import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton_gallery as tg  # before triton: without a GPU it switches the interpreter on
 import triton
 import triton.language as tl
 

@@ -19,7 +19,7 @@ You will learn:
 import math
 
 import torch
-import triton_gallery as tg  # before triton: without a GPU it switches Triton's interpreter on
+import triton_gallery as tg  # before triton: without a GPU it switches the interpreter on
 import triton
 import triton.language as tl
 
@@ -281,7 +281,7 @@ masks = {
     "causal, window of 32": (-32, 0),
 }
 colors = {"skipped": "#FFFFFF", "masked": "#E69F00", "full": "#0072B2"}
-figure, axes = plt.subplots(1, 3, figsize=(9, 3.5), sharey=True, layout="constrained")
+figure, axes = plt.subplots(1, 3, figsize=(9, 4.2), sharey=True, layout="constrained")
 figure.suptitle("What a mask leaves of the tiles of 113 × 130 scores: computed in full, masked, or skipped")
 for ax, (name, (lower, upper)) in zip(axes, masks.items(), strict=True):
     kinds = tile_kinds(seq_q, seq_k, lower, upper, block)
@@ -475,9 +475,7 @@ axes["rescale"].bar(tiles, rescale, color="#E69F00", width=0.5)
 axes["rescale"].set(title="rescale: what the old sums are multiplied by", ylabel="factor", ylim=(0, 1.05))
 axes["out"].plot(tiles, acc[1:, :4] / row_sum[1:, None], color="#009E73", marker="o", markersize=3)
 axes["out"].plot([6] * 4, out[0, 0, 95, :4].cpu(), "kx")
-axes["out"].set(
-    title="acc / row_sum: four numbers of the output, and out", xlabel="tiles of keys seen", ylabel="value (no unit)"
-)
+axes["out"].set(title="acc / row_sum, and the output", xlabel="tiles of keys seen", ylabel="value (no unit)")
 plt.show()
 
 # %%

@@ -480,6 +480,27 @@ def test_plot_says_what_where_and_in_which_units(records):
     plt.close("all")
 
 
+def test_a_provider_looks_the_same_beside_others():
+    one = _report._styles(["triton_gallery", "triton_gallery deterministic", "cuDNN", "FlashAttention-2 deterministic"])
+    two = _report._styles(["scores in memory", "large tiles", "cuDNN", "triton_gallery", "FlashAttention-2"])
+    assert one["cuDNN"] == two["cuDNN"] and one["triton_gallery"] == two["triton_gallery"]
+    assert one["FlashAttention-2 deterministic"] == two["FlashAttention-2"]
+    for styles in (one, two):
+        assert len({(style["color"], style["linewidth"]) for style in styles.values()}) == len(styles)
+
+
+@pytest.mark.parametrize(
+    ("xs", "is_log", "shown"),
+    [
+        ([256, 512, 4096, 6144, 8192, 8320, 16384], True, [256, 512, 4096, 6144, 8192, 16384]),
+        ([256, 512, 4096, 6144, 8192, 8320, 16384], False, [256, 4096, 6144, 8192, 16384]),
+        ([7], True, [7]),
+    ],
+)
+def test_labels_of_the_axis_stand_apart(xs, is_log, shown):
+    assert _report._apart(xs, is_log) == shown
+
+
 def test_plot_joins_no_shapes(records):
     plt = pytest.importorskip("matplotlib.pyplot")
     report = benchmark.load("softmax-fp16")

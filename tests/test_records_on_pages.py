@@ -284,8 +284,10 @@ def test_history_has_a_column_for_each_commit_that_changed_the_numbers(repositor
     assert [record["commit"] for record in kept] == ["aaaaaaa", "bbbbbbb"]
     assert all(f"{record['date']}, {record['commit']}" in text for record in kept)
     old, new = (_report.Report(record).quote("triton_gallery", None, str(X)) for record in kept)
-    assert old != new and f"{old} (" in text and f"{new} (" in text
-    # What is measured and not yet committed is the last column.
+    (old, unit), (new, _) = old.split(), new.split()
+    assert old != new and 0 < text.index(f"{new} (") < text.index(f"{old} (")  # the newest first
+    assert f"In {unit}, and the ratio to the best peer" in text
+    # What is measured and not yet committed is the newest.
     commit(repository, made_up("NVIDIA H200", factor=4.0, commit="ccccccc"))
     records.history.cache_clear()
     assert [record["commit"] for record in records.history("nvidia-h200", NAME, "")][-1] == "ccccccc"

@@ -69,6 +69,13 @@ def test_svg_gets_one_rule_for_each_of_its_colours(tmp_path):
     assert len(after) < len(before) and figures.with_dark_rules(after) == after
 
 
+def test_white_areas_become_dark_and_white_text_stays():
+    text = '<svg matplotlib><rect fill="#ffffff"/><path style="fill: #ffffff"/><g style="fill: #ffffff"/></svg>'
+    rules, page = figures.with_dark_rules(text), figures.dark("#ffffff")
+    assert f':is(path,use)[style*="fill: #ffffff"]{{fill:{page}!important}}' in rules
+    assert f'rect[fill="#ffffff"]{{fill:{page}}}' in rules and ' [style*="fill: #ffffff"]{' not in rules
+
+
 def test_drawing_of_another_program_stays():
     assert figures.with_dark_rules('<svg><path style="fill: #000000"/></svg>').count("<style>") == 0
 
@@ -121,6 +128,17 @@ def test_images_say_their_size_and_the_later_ones_wait(tmp_path):
         '<img width="96" height="48" src="a.svg"><img width="96" height="48" loading="lazy" alt='
     )
     assert finished.endswith('<img src="a.svg" width="5"><img src="https://x/y.png">')
+
+
+def test_figures_are_links_and_thumbnails_are_not():
+    thumbnail = '<div class="sphx-glr-thumbcontainer"><img alt="" src="x.svg" /></div>'
+    page = thumbnail + '<figure>\n<img alt="A" src="../a.svg" />\n</figure><img src="b.svg" class = "single"/>'
+    finished = finish.with_links_on_figures(page)
+    assert finished == thumbnail + (
+        '<figure>\n<a class="figure" href="../a.svg"><img alt="A" src="../a.svg" /></a>\n</figure>'
+        '<a class="figure" href="b.svg"><img src="b.svg" class = "single"/></a>'
+    )
+    assert finish.with_links_on_figures(finished) == finished
 
 
 def test_thumbnail_is_a_link_with_a_caption():

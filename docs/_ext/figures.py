@@ -64,10 +64,15 @@ def with_dark_rules(svg: str) -> str:
         return svg
     rules = [f"svg{{fill:{dark('#000000')}}}"]
     for kind, color in sorted(set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", svg))):
-        rules.append(f'[style*="{kind}: {color}"]{{{kind}:{dark(color)}!important}}')
+        # White text lies on an area, and stays white.
+        what = ":is(path,use)" if (kind, color) == ("fill", "#ffffff") else ""
+        rules.append(f'{what}[style*="{kind}: {color}"]{{{kind}:{dark(color)}!important}}')
         if kind == "fill" and dark(color) != dark(color, area=True):
             # A marker is a <use>, an area a <path>.
             rules.append(f'path[style*="{kind}: {color}"]{{{kind}:{dark(color, area=True)}!important}}')
+    # The ground of a hatched area has no style.
+    for color in sorted(set(re.findall(r'<rect[^>]* fill="(#[0-9a-f]{6})"', svg))):
+        rules.append(f'rect[fill="{color}"]{{fill:{dark(color)}}}')
     # What matplotlib says about itself and the date is no part of the figure, and nobody sees a thousandth of a point.
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)

@@ -3,6 +3,7 @@
 - A Content-Security-Policy: nothing from any other host, and no script or style in the page but those that stand in it
   when it is built, each by its hash.
 - Images say their size, so that nothing moves when they arrive.
+- Figures lead to themselves alone.
 - Scripts wait until the page is shown.
 - Wide tables scroll in boxes of their own before, and without, the theme's script.
 - Roles and texts for screen readers, and the thumbnails' captions as text.
@@ -125,9 +126,17 @@ def with_captions(page: str) -> str:
     )
 
 
+def with_links_on_figures(page: str) -> str:
+    """Figures that lead to themselves alone, where a finger makes them larger; a thumbnail leads to its page."""
+    page = re.sub(r'<a class="figure" href="[^"]*">(<img[^>]*>)</a>', r"\1", page)
+    figure = r'(?<!"sphx-glr-thumbcontainer">)<img\s[^>]*?\bsrc="([^":]+\.svg)"[^>]*>'
+    return re.sub(figure, r'<a class="figure" href="\1">\g<0></a>', page)
+
+
 def finish(page: str, folder: Path, live: bool = False) -> str:
     """The page, which lies in `folder`, with all of it; without the policy where a server adds a script of its own."""
     page = with_image_sizes(with_captions(with_boxes(with_roles(with_waiting_scripts(page)))), folder)
+    page = with_links_on_figures(page)
     return page if live else with_policy(page)
 
 

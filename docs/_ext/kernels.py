@@ -47,7 +47,7 @@ class Kernels(SphinxDirective):
         self.env.note_dependency(str(path))
         lines = []
         for node in kernels_in(path.read_text(encoding="utf-8")):
-            lines += [f".. py:function:: {module}.{node.name}{signature_of(node)}", ""]
+            lines += [f".. py:function:: {node.name}{signature_of(node)}", f"   :module: {module}", ""]
             lines += [f"   {line}" for line in docstring_of(ast.get_docstring(node, clean=False))] + [""]
         return self.parse_text_to_nodes("\n".join(lines))
 

@@ -68,15 +68,19 @@ def _history(gpu: str, name: str, state: str) -> list[str]:
     reports = [Report(record) for record in history(gpu, name, state)]
     if not reports:
         return [NO_HISTORY]
-    head = [reports[-1].record["x"], *(f"{r.record['date']}, {r.record['commit']}" for r in reports)]
+    reports.reverse()
+    unit = reports[0].record["unit"]
+    head = [reports[0].record["x"], *(f"{r.record['date']}, {r.record['commit']}" for r in reports)]
     lines = ["<tr>" + "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head) + "</tr>"]
-    for x in reports[-1].xs:
-        cells = "".join(f"<td>{_cell(r, x)}</td>" for r in reports)
+    for x in reports[0].xs:
+        # A number in another unit than the newest keeps its own.
+        cells = "".join(f"<td>{_cell(r, x).replace(f' {unit}', '')}</td>" for r in reports)
         place = f"{x:,}" if isinstance(x, int) else escape(x)
         lines.append(f'<tr><th scope="row">{place}</th>{cells}</tr>')
     # A region that scrolls must be reachable by keyboard, also while it is folded up.
-    region = f'<div role="region" tabindex="0" aria-label="{escape(reports[-1].record["title"])}, at each commit">'
-    table = f"<table><thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>"
+    region = f'<div role="region" tabindex="0" aria-label="{escape(reports[0].record["title"])}, at each commit">'
+    caption = f"<caption>In {escape(unit)}, and the ratio to the best peer; the newest first</caption>"
+    table = f"<table>{caption}<thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>"
     return [".. raw:: html", "", f'   <div class="output_html">{region}{table}</div></div>']
 
 

@@ -23,10 +23,13 @@ NOT_YET = "not yet measured"
 # Okabe and Ito's colours, which every kind of colour vision tells apart; their yellow is too pale on white.
 # Ours is drawn first and thick, so that a peer of the same speed stays visible on top of it.
 _OUR_STYLE = {"color": "#D55E00", "marker": "o", "linewidth": 4, "markersize": 8}
+_OUR_VARIANT_STYLE = {"color": "#D55E00", "marker": "o", "linewidth": 1.5, "markerfacecolor": "white"}
 _PEER_STYLES = [
     {"color": color, "marker": marker, "linewidth": 1.5}
     for color, marker in zip(("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"), "s^Dv>P", strict=True)
 ]
+# Those that stand in many figures look the same in all of them.
+_WELL_KNOWN = {"torch": 0, "cuDNN": 0, "torch.compile": 1, "FlashAttention-2": 1, "FlexAttention": 2}
 
 
 def is_ours(provider: str) -> bool:
@@ -238,12 +241,12 @@ class Report:
         # Values of x that are no numbers ("4096×4096×512") stand side by side, and no line joins them.
         is_scale = all(isinstance(x, (int, float)) for x in xs)
         place = {x: x if is_scale else i for i, x in enumerate(xs)}
-        peers = iter(_PEER_STYLES)
+        styles = _styles(self.providers)
         for name in self.providers:
             if name == COPY:
                 style = {"color": "#333333", "marker": "" if is_scale else "_", "linewidth": 1.5, "markersize": 16}
             else:
-                style = _OUR_STYLE if name == OURS else next(peers, {"color": "#777777", "marker": "."})
+                style = styles[name]
             line = "" if not is_scale else ":" if name == COPY else "-"
             rows = [row for row in r["rows"] if row["provider"] == name]
             at = [place[row["x"]] for row in rows]
@@ -257,7 +260,7 @@ class Report:
             ax.axhline(r["limit"]["value"], color="#333333", linestyle="--", linewidth=1.2, label=self._limit()[0])
         if r.get("x_log"):
             ax.set_xscale("log", base=2)
-        shown = xs[:: math.ceil(len(xs) / 12)]
+        shown = _apart(xs, r.get("x_log")) if is_scale else xs[:: math.ceil(len(xs) / 12)]
         ax.set_xticks([place[x] for x in shown], _ticks(shown), rotation=30 if len(str(shown)) > 80 else 0)
         ax.minorticks_off()
         if r.get("y_log"):
@@ -347,6 +350,31 @@ def _cell(value: float | None, best: float) -> str:
     if value is None:
         return "–"
     return f"<strong>{_number(value, ',')}</strong>" if value == best else _number(value, ",")
+
+
+def _styles(providers: list[str]) -> dict[str, dict]:
+    """A style for each provider."""
+    well_known = {name: _WELL_KNOWN.get(name.removesuffix(" deterministic")) for name in providers}
+    others = iter(style for i, style in enumerate(_PEER_STYLES) if i not in well_known.values())
+    styles = {}
+    for name in providers:
+        if is_ours(name):
+            styles[name] = _OUR_STYLE if name == OURS else _OUR_VARIANT_STYLE
+        elif well_known[name] is not None:
+            styles[name] = _PEER_STYLES[well_known[name]]
+        elif name != COPY:
+            styles[name] = next(others, {"color": "#777777", "marker": "."})
+    return styles
+
+
+def _apart(xs: list, is_log: bool) -> list:
+    """Those of the ascending xs whose labels have room beside one another on the axis."""
+    places = {x: math.log(x) if is_log else x for x in xs}
+    shown = xs[:1]
+    for x in xs[1:]:
+        if places[x] - places[shown[-1]] >= 0.065 * (places[xs[-1]] - places[xs[0]]):
+            shown.append(x)
+    return shown
 
 
 def _ticks(xs: list) -> list[str]:

@@ -152,7 +152,7 @@ class Report:
         header, *rows = self._table()
         head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in header)
         body = "".join(
-            f'<tr><th scope="row">{html.escape(name)}</th>'
+            f'<tr><th scope="row">{html.escape(name).replace("_", "_<wbr>")}</th>'
             + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
             + "</tr>\n"
             for name, *cells in rows

@@ -179,8 +179,8 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         A tensor of the broadcast shape, in the dtype that :func:`torch.result_type` gives for x and y.
 
     Raises:
-        TypeError: x is no tensor, y neither tensor nor number, a dtype is not supported, or alpha is no number or one that
-            the result's dtype does not take.
+        TypeError: x is no tensor, y neither tensor nor number, a dtype is not supported, or alpha is no number, or one
+            that the result's dtype does not take.
         ValueError: the shapes do not broadcast, the tensors live on different devices, or an int exceeds 64 bits.
 
     Notes:
