@@ -204,7 +204,7 @@ def test_report_as_text_and_html():
     assert lines[0].split("  ")[0] == "kernel" and "1,024" in lines[1] and "2 wgmma" in lines[1]
     assert "registers" not in lines[0] and "warnings" not in lines[0]  # columns without an entry are left out
     text = codegen.Report((kernel,))._repr_html_()
-    assert text.startswith('<div class="codegen-table"') and '<th scope="row">_f&lt;1&gt;</th>' in text
+    assert text.startswith('<div class="codegen-table"') and '<th scope="row">_<wbr>f&lt;1&gt;</th>' in text
 
 
 def test_serialised_wgmma_is_named():
