@@ -3,6 +3,7 @@
 import functools
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -152,6 +153,52 @@ def test_partial_function():
     assert report.kernels[0].name == "_add_strided_kernel"
 
 
+@triton.jit
+def _double_kernel(x_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(x_ptr + offsets, 2 * tl.load(x_ptr + offsets))
+
+
+_tuned_kernel = triton.autotune([triton.Config({"BLOCK": n}) for n in (64, 128)], key=[])(_double_kernel)
+
+
+def double(x):
+    _double_kernel[(1,)](x, BLOCK=32)
+    _tuned_kernel[(1,)](x)
+
+
+def test_kernels_that_are_launched_without_the_package():
+    report = codegen.inspect(double, empty(128), targets=["sm_90"])
+    assert [kernel.name for kernel in report.kernels] == ["_double_kernel"] * 3
+    assert sorted(re.search(r"end = (\d+)", kernel.asm["ttir"])[1] for kernel in report.kernels) == ["128", "32", "64"]
+
+
+def test_settings_of_torch_are_those_of_the_call():
+    x, before = empty(64, 64, dtype=torch.float32), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        (rounded,) = codegen.inspect(triton_gallery.matmul, x, x, targets=["sm_80"]).kernels
+    finally:
+        torch.set_float32_matmul_precision(before)
+    (whole,) = codegen.inspect(triton_gallery.matmul, x, x, targets=["sm_80"]).kernels
+    assert rounded.matrix.keys() == {"mma"} and not whole.matrix
+
+
+def test_deterministic_algorithms_are_those_of_the_call():
+    def kernels(flag):
+        torch.use_deterministic_algorithms(flag)
+        try:
+            q = empty(1, 2, 128, 64)
+            return {
+                k.name
+                for k in codegen.inspect(triton_gallery.attention, q, q, q, targets=["sm_90"], backward=True).kernels
+            }
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    assert "_attention_dq_hopper_kernel" in kernels(True) - kernels(False)
+
+
 def test_same_call_is_compiled_once(monkeypatch):
     before = codegen.inspect(copy, empty(2048), targets=["sm_90"])
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a second child was started"))
@@ -168,7 +215,7 @@ def test_tensors_keep_their_layout():
         assert copied.stride() == view.stride() and copied.storage_offset() == view.storage_offset()
 
 
-@pytest.mark.parametrize("target", ["sm90", "sm_9", "cuda", "gfx9", "h200"])
+@pytest.mark.parametrize("target", ["sm90", "sm_9", "cuda", "gfx9", "h200", 90])
 def test_refuses_an_unknown_target(target):
     with pytest.raises(ValueError, match=f'inspect: targets must be names such as "sm_90" or "gfx942", got {target!r}'):
         codegen.inspect(copy, empty(2048), targets=[target])
@@ -179,6 +226,17 @@ def test_refuses_a_function_without_an_importable_name():
         TypeError, match=r"function must be importable in another process, got test_codegen\..*<lambda>"
     ):
         codegen.inspect(lambda x: x, empty(2048))
+    with pytest.raises(TypeError, match="importable in another process, got test_codegen"):
+        codegen.inspect(functools.partial(lambda x: x), empty(2048))
+    with pytest.raises(TypeError, match="function must be callable, got NoneType"):
+        codegen.inspect(None, empty(2048))
+
+
+def test_refuses_arguments_that_cannot_travel():
+    with pytest.raises(TypeError, match="must travel to another process"):
+        codegen.inspect(copy, lambda: 1)
+    with pytest.raises(TypeError, match=r"tensors must be dense \(strided\), got layout torch.sparse_coo"):
+        codegen.inspect(copy, torch.eye(3).to_sparse())
 
 
 def test_child_that_dies_is_reported():
@@ -321,7 +379,14 @@ def test_listing_as_text_and_html():
     assert "!tt.ptr&lt;" in html and "/home" not in html
 
 
+def test_listing_takes_stages_from_a_generator():
+    listing = codegen.listing(triton_gallery.add, meta(64), meta(64), stages=(kind for kind in ["ttir"]))
+    assert listing.stages.keys() == {"ttir"}
+
+
 def test_listing_refuses():
+    with pytest.raises(ValueError, match="listing: add launched no kernel"):
+        codegen.listing(triton_gallery.add, meta(0), meta(0))
     with pytest.raises(ValueError, match=r"kernel must be one of _add_kernel, got '_sub_kernel'"):
         codegen.listing(triton_gallery.add, meta(64), meta(64), kernel="_sub_kernel")
     with pytest.raises(ValueError, match=r"stages must be among ttir, ttgir, amdgcn, got 'ptx'"):

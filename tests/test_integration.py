@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import functionalize, grad, hessian, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import triton_gallery as tg
@@ -94,6 +94,30 @@ def test_gradients_around_a_vmap(pair, device):
     torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
+@PAIR
+def test_vmap_over_nothing(pair, device):
+    x, y, w = inputs(device, (0,))
+    for in_dims in ((0, 0, None), (None, None, 0)):
+        args = [t if d == 0 else torch.ones(4, 8, device=device) for t, d in zip((x, y), in_dims, strict=False)]
+        assert_same(
+            lambda function, d=in_dims: vmap(function, d), pair, *args, w.expand(0, 8) if in_dims[2] == 0 else w
+        )
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "in_dims"),
+    [
+        (torch.ones(3, dtype=torch.float64), torch.ones(3, 4), (0, 0)),
+        (torch.tensor([100]), torch.tensor([[100]], dtype=torch.int8), (0, 0)),
+        (torch.ones(3), torch.ones((), dtype=torch.float64), (0, None)),
+        (torch.ones((), dtype=torch.int64), torch.ones(2, 3, dtype=torch.float16), (None, 1)),
+    ],
+)
+def test_vmap_promotes_as_the_calls_it_stands_for(x, y, in_dims, device):
+    ours, theirs = (vmap(f, in_dims)(x.to(device), y.to(device)) for f in (tg.add, torch.add))
+    assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
 def test_vmap_over_numbers(device):
     x = torch.randn(5, device=device)
     for transform in (vmap, lambda f: vmap(grad(f))):
@@ -155,6 +179,29 @@ def test_forward_mode_is_refused(pair, device):
         torch.testing.assert_close(pair[0](x, y, w), pair[1](x, y, w), **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", [name for name in PAIRS if name not in ("add", "add, broadcast")])
+def test_forward_mode_in_an_incoming_gradient_is_refused(name, device):
+    x, y, w = inputs(device)
+    x.requires_grad_()
+    with torch.autograd.forward_ad.dual_level():
+        out = PAIRS[name][0](x, y, w)
+        dual = torch.autograd.forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
+            torch.autograd.grad(out, x, dual)
+
+
+@PAIR
+def test_hessian_says_what_is_not_there(pair, device):
+    x, y, w = inputs(device)
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
+        hessian(lambda x: pair[0](x, y, w).square().sum())(x)
+
+
+@PAIR
+def test_functionalize(pair, device):
+    assert_same(lambda function: functionalize(function), pair, *inputs(device))
+
+
 @pytest.mark.parametrize("randomness", ["same", "different", "error"])
 def test_dropout_draws_as_vmap_is_told(randomness, device):
     x = torch.ones(3, 200, device=device)
@@ -196,6 +243,27 @@ def test_export_takes_no_size_for_a_constant(device):
     program = torch.export.export(Module(), args, dynamic_shapes={"x": {0: batch}, "w": None})
     x = torch.randn(8, 4, 8, device=device)  # as many as w has
     torch.testing.assert_close(program.module()(x, args[1]), x + args[1])
+
+
+SIZES_AS_NUMBERS = {
+    "layer_norm": (lambda x: tg.layer_norm(x, x.shape[-1]), lambda x: F.layer_norm(x, x.shape[-1:])),
+    "rms_norm": (lambda x: tg.rms_norm(x, x.shape[-1], eps=1e-5), lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-5)),
+    "add, number": (lambda x: tg.add(x, x.shape[0]), lambda x: x + x.shape[0]),
+    "add, alpha": (lambda x: tg.add(x, x, alpha=1 / x.shape[0]), lambda x: x + x / x.shape[0]),
+    "dropout": (lambda x: tg.dropout(x, seed=x.shape[0]), lambda x: tg.dropout(x, seed=len(x))),
+}
+
+
+@pytest.mark.parametrize("pair", SIZES_AS_NUMBERS.values(), ids=SIZES_AS_NUMBERS)
+def test_export_takes_sizes_as_numbers(pair, device):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return pair[0](x)
+
+    sizes = dict.fromkeys(range(2), torch.export.Dim.DYNAMIC)
+    program = torch.export.export(Module(), (torch.randn(4, 8, device=device),), dynamic_shapes=(sizes,))
+    x = torch.randn(6, 10, device=device)
+    torch.testing.assert_close(program.module()(x), pair[1](x), **TOLERANCE)
 
 
 @PAIR

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import triton_gallery as tg
 from accuracy import DEVICE, FUZZ, LAYOUTS, assert_as_accurate_as_torch, laid_out
@@ -663,6 +664,14 @@ def test_opcheck(subtract_mean, device):
     _, mean, rstd = ops.layer_norm_fwd(x, weight, None, 10, 1e-5, subtract_mean, torch.float32)
     for dtypes in [(torch.float32, torch.float32), (None, None)]:
         torch.library.opcheck(ops.layer_norm_bwd.default, (dy, x, weight, mean, rstd, 10, *dtypes))
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_autocast_on_a_gpu_that_is_not_here_gives_torchs_dtype(norm, dtype):
+    with FakeTensorMode(), torch.autocast("cuda", torch.float16):
+        x, weight = torch.empty(4, 32, device="cuda", dtype=dtype), torch.empty(32, device="cuda", dtype=dtype)
+        assert getattr(tg, norm)(x, 32, weight).dtype == getattr(F, norm)(x, (32,), weight).dtype
 
 
 @pytest.mark.gpu

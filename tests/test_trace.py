@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -184,6 +185,34 @@ def test_bfloat16_counts_two_bytes(device):
     assert torch.equal(x, out) and trace.bytes_loaded() == 54
 
 
+@triton.jit
+def _two_outputs_kernel(x_ptr, left_ptr, right_ptr, row_stride, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * BLOCK + offsets)
+    tl.store(left_ptr + tl.program_id(0) * row_stride + offsets, x)
+    tl.store(right_ptr + tl.program_id(0) * row_stride + offsets, -x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_that_take_turns_in_memory_are_all_written(dtype, device):
+    x, packed = torch.randn(3, 4, device=device).to(dtype), torch.zeros(3, 8, device=device, dtype=dtype)
+    tg.trace(_two_outputs_kernel, (3,), x, packed[:, :4], packed[:, 4:], 8, BLOCK=4)
+    assert torch.equal(packed, torch.cat([x, -x], 1))
+
+
+def test_traces_and_calls_in_several_threads(device):
+    def trace():
+        return len(traced_copy(device)[0].accesses)
+
+    def call():
+        x = torch.randn(3, 5, device=device)
+        torch.testing.assert_close(tg.softmax(x), torch.softmax(x, -1))
+        return 8
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [future.result() for future in [pool.submit(f) for f in [trace, call] * 10]] == [8] * 20
+
+
 def test_watched_variables_are_recorded_whenever_they_change(device):
     x, out = torch.randn(5, 8, device=device), torch.empty(2, device=device)
     trace = tg.trace(_rows_kernel, (2,), x, out, 5, 8, BLOCK=8, watch=("total", "twice", "row"))
@@ -209,6 +238,8 @@ def test_trace_refuses_what_is_no_kernel(device):
     tuned = triton.autotune([triton.Config({"BLOCK": 8})], key=[])(_copy_kernel)
     with pytest.raises(TypeError, match=r"kernel must be a function under @triton\.jit, got Autotuner; pass what it"):
         tg.trace(tuned, (1,), x, x, 8)
+    with pytest.raises(TypeError, match="grid must be a tuple or a function, got int"):
+        tg.trace(_copy_kernel, 1, x, x, 8, BLOCK=8)
     with pytest.raises(TypeError, match="missing a required argument: 'BLOCK'"):
         tg.trace(_copy_kernel, (1,), x, x, 8)
     with pytest.raises(ValueError, match="watch must name variables that the kernel sets, got total"):

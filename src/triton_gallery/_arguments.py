@@ -1,6 +1,7 @@
 """What an operation does with its arguments before a kernel sees them: checks, autocast, and who else may want them."""
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -8,6 +9,9 @@ from torch.autograd import forward_ad
 from ._launch import INTERPRET, TENSORS, is_compile_only
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Python's numbers, and what stands for them while torch.export traces.
+INTS = (int, torch.SymInt)
+NUMBERS = (*INTS, float, torch.SymFloat)
 
 
 def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
@@ -28,10 +32,19 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
             f"{op}: {name} must be on a GPU, got device cpu; move it there, or set TRITON_INTERPRET=1 before importing "
             "triton to run on CPU tensors in the interpreter"
         )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        raise NotImplementedError(f"{op}: forward-mode differentiation is not supported; use reverse mode (backward)")
+    refuse_tangents(op, x)
     if device == "meta" and not is_compile_only() and not is_tracing():
         raise ValueError(f"{op}: {name} must hold data, got a meta tensor")
+
+
+def refuse_tangents(op: str, *tensors: torch.Tensor) -> None:
+    """Refuse tensors that forward-mode differentiation follows: kernels would lose their tangents."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        refuse_forward_mode(op)
+
+
+def refuse_forward_mode(op: str) -> NoReturn:
+    raise NotImplementedError(f"{op}: forward-mode differentiation is not supported; use reverse mode (backward)")
 
 
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:

@@ -125,7 +125,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
 
     device = next(tensor_of(arg).device for arg in args if tensor_of(arg) is not None)
     if device.type == "meta":
-        _compiled.append(kernel.warmup(*args, grid=grid, **meta))
+        compilations.append(kernel.warmup(*args, grid=grid, **meta))
         return
     args = [int(arg) if type(arg) is Varying else arg for arg in args]
     with _current(device):
@@ -261,7 +261,8 @@ def descriptor(
 # --- without a GPU ----------------------------------------------------------------------------------------------------
 
 
-_interpreter = threading.Lock()  # it keeps the program that runs in a global variable
+# The interpreter keeps the program that runs in a global variable; what wraps it, as a trace does, holds this, too.
+interpreter_lock = threading.RLock()
 
 
 if triton.__version__.startswith("3.6."):
@@ -276,18 +277,18 @@ if triton.__version__.startswith("3.6."):
 
 def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -> None:
     """The interpreter has wrong sums in bfloat16 and wrong float8 numbers: such tensors visit it as float32."""
-    widened = {}  # data pointer and extent of such a tensor -> (its memory, a float32 copy of it)
+    widened = {}  # data pointer and dtype of such a tensor's storage -> (its memory, a float32 copy of it)
 
     def widen(x: torch.Tensor) -> torch.Tensor:
         if x.dtype not in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
             return x
-        steps = zip(x.shape, x.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in steps) if x.numel() else 0
-        key = (x.data_ptr(), extent)
+        # All of the storage, so that tensors which share it share the copy.
+        storage = x.untyped_storage()
+        key = (storage.data_ptr(), x.dtype)
         if key not in widened:
-            memory = x.detach().as_strided((extent,), (1,))
+            memory = x.detach().as_strided((storage.nbytes() // x.element_size(),), (1,), 0)
             widened[key] = (memory, memory.float())
-        return widened[key][1].as_strided(x.shape, x.stride(), 0)
+        return widened[key][1].as_strided(x.shape, x.stride(), x.storage_offset())
 
     def convert(arg):
         if isinstance(arg, TensorDescriptor):
@@ -295,7 +296,7 @@ def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -
         return widen(arg) if isinstance(arg, torch.Tensor) else arg
 
     # NumPy, which computes here, warns of inf - inf and the like; a GPU does not.
-    with _interpreter, np.errstate(all="ignore"):
+    with interpreter_lock, np.errstate(all="ignore"):
         kernel[grid](*map(convert, args), **meta)
     for memory, wide in widened.values():
         # Only what the kernel wrote goes back: writing an input, even with the same values, would trip autograd's
@@ -305,23 +306,23 @@ def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -
 
 
 # None, or the list that collects what calls on meta tensors compile.
-_compiled: list | None = None
+compilations: list | None = None
 
 
 @contextmanager
 def compile_only() -> Iterator[list]:
     """Inside, calls on meta tensors compile their kernels for the active driver's target and add them to the list."""
-    global _compiled
-    _compiled = []
+    global compilations
+    compilations = []
     try:
-        yield _compiled
+        yield compilations
     finally:
-        _compiled = None
+        compilations = None
 
 
 def is_compile_only() -> bool:
     """Whether kernels called on meta tensors are compiled: inside `compile_only`."""
-    return _compiled is not None
+    return compilations is not None
 
 
 # --- the device -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from ._arguments import is_plain, is_tracing, is_transformed, needs_autograd
+from ._arguments import is_plain, is_tracing, is_transformed, needs_autograd, refuse_forward_mode, refuse_tangents
 from ._launch import recording
 from ._replay import forward_by, replayed
 
@@ -50,6 +50,11 @@ def operator(fake: Callable, vmap: Callable | None = None, varying: int | None =
             if torch.compiler.is_compiling() or _dispatch_key_is_excluded(_VMAP):
                 return overload(*args)
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            # A gradient that comes in is none of the tensors that the function has checked.
+            refuse_tangents(name, *tensors)
+            # functionalize knows operators, and no class below.
+            if _is_functionalized():
+                return overload(*args)
             # The rule of a vmap calls with tensors that autograd, around it, has to follow.
             if is_transformed() or needs_autograd(*tensors):
                 return call.transformed.apply(*args)
@@ -66,6 +71,12 @@ def operator(fake: Callable, vmap: Callable | None = None, varying: int | None =
 
 _VMAP = torch._C.DispatchKey.FuncTorchBatched
 _dispatch_key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+def _is_functionalized() -> bool:
+    """Whether the innermost transform is ``torch.func.functionalize``."""
+    functorch = torch._C._functorch
+    return is_transformed() and functorch.peek_interpreter_stack().key() == functorch.TransformType.Functionalize
 
 
 def _transformed(op: Callable, rule: Callable) -> type:
@@ -86,6 +97,10 @@ def _transformed(op: Callable, rule: Callable) -> type:
         @staticmethod
         def backward(ctx, *grads):
             raise NotImplementedError(f"triton_gallery.{op.__name__.removeprefix('_')} has no derivative")
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            refuse_forward_mode(op.__name__.removeprefix("_"))
 
         vmap = staticmethod(rule)
 
@@ -109,9 +124,12 @@ def differentiable(op: Callable, function: type[torch.autograd.Function], first_
 
 def one_by_one(op: Callable, info, in_dims: tuple, *args) -> tuple:
     """The rule of vmap that always works: a call for each member of the batch."""
-    results = []
-    for i in range(info.batch_size):
-        results.append(op(*(arg if d is None else arg.select(d, i) for arg, d in zip(args, in_dims, strict=True))))
+    pairs = list(zip(args, in_dims, strict=True))
+    if info.batch_size == 0:
+        # One call with something in place of the members says what shapes and dtypes there are none of.
+        members = (arg if d is None else arg.new_zeros(arg.shape[:d] + arg.shape[d + 1 :]) for arg, d in pairs)
+        return torch.utils._pytree.tree_map(lambda x: x.new_empty(0, *x.shape), op(*members)), 0
+    results = [op(*(arg if d is None else arg.select(d, i) for arg, d in pairs)) for i in range(info.batch_size)]
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results), 0
     return tuple(map(torch.stack, zip(*results, strict=True))), 0

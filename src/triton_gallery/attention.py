@@ -9,7 +9,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper
-from ._arguments import allows_tf32, autocast, check_same_device, check_tensor, is_transformed, needs_autograd
+from ._arguments import (
+    INTS,
+    NUMBERS,
+    allows_tf32,
+    autocast,
+    check_same_device,
+    check_tensor,
+    is_transformed,
+    needs_autograd,
+)
 from ._dot import dot, dot_precision
 from ._launch import (
     cdiv,
@@ -1175,7 +1184,7 @@ def _broadcast(named: dict[str, torch.Tensor], dim: int) -> int:
 def _checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, NUMBERS):
         raise TypeError(f"attention: scale must be a number or None, got {type(scale).__name__}")
     # Infinity and NaN alone; torch.compile cannot trace math.isfinite of a number that it treats as dynamic.
     if scale - scale != 0:
@@ -1190,7 +1199,7 @@ def _limits(
     if causal_alignment not in ("top-left", "bottom-right"):
         raise ValueError(f"attention: causal_alignment must be 'top-left' or 'bottom-right', got {causal_alignment!r}")
     sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
-    if len(sides) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, type(None))) for n in sides):
+    if len(sides) != 2 or any(isinstance(n, bool) or not isinstance(n, (*INTS, type(None))) for n in sides):
         raise TypeError(f"attention: window must be a number of keys, a pair (left, right) or None, got {window!r}")
     if any(n is not None and n < 0 for n in sides):
         raise ValueError(f"attention: window must not be negative (None stands for no limit), got {window!r}")

@@ -237,13 +237,15 @@ def load(name: str, gpu: str | None = None) -> Report:
         gpu: a folder of records, such as "nvidia-h200". None takes this machine's GPU, else the H200, else the first.
 
     Raises:
-        FileNotFoundError: no GPU's records hold this benchmark.
+        FileNotFoundError: no GPU's records hold this benchmark, or not those of `gpu`.
         ValueError: the record is not valid.
     """
     gpus = sorted(folder.name for folder in _records().iterdir() if (folder / f"{name}.json").is_file())
     if not gpus:
         hint = "`make record` on a GPU machine measures it"
         raise FileNotFoundError(f"benchmark {name}: no record is committed, and there is no GPU to measure on; {hint}")
+    if gpu not in (None, *gpus):
+        raise FileNotFoundError(f"benchmark {name}: gpu must be one of {', '.join(gpus)}, got {gpu!r}")
     here = slug(_gpu_name()) if _device() else None
     gpu = gpu or next(gpu for gpu in [here, "nvidia-h200", *gpus] if gpu in gpus)
     record = json.loads((_records() / gpu / f"{name}.json").read_text(encoding="utf-8"))

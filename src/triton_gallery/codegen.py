@@ -24,6 +24,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from . import _launch
+from ._arguments import allows_tf32
 from ._assembly import read_amdgcn, read_ptx
 from ._listing import by_line
 
@@ -167,7 +169,8 @@ def inspect(function: Callable, *args, targets: Iterable[str] = TARGETS, backwar
     """Compile every kernel that ``function(*args, **kwargs)`` would launch, for each target, without running any.
 
     Args:
-        function: a function that can be imported by name, such as ``triton_gallery.softmax``.
+        function: a function that can be imported by name, such as ``triton_gallery.softmax`` or one of your own that
+            launches kernels.
         args: its arguments. Of a tensor only dtype, shape, strides and alignment matter: ``torch.empty(4096, 8192,
             dtype=torch.float16, device="meta")`` costs no memory.
         targets: names such as "sm_90" (NVIDIA) or "gfx942" (AMD).
@@ -178,13 +181,15 @@ def inspect(function: Callable, *args, targets: Iterable[str] = TARGETS, backwar
         A `Report` with one `Kernel` for each kernel and target, in the order of their launches.
 
     Raises:
-        TypeError: the function cannot be imported by name in another process.
-        ValueError: a target's name is unknown.
+        TypeError: the function cannot be imported by name in another process, or an argument cannot travel there.
+        ValueError: a target is no name of that form.
         RuntimeError: the call failed, or a kernel did not compile; the message is the child process's.
 
     Notes:
-        A process compiles the same call once; Triton's cache on disk keeps it for the next one. Shared memory is what a
-        program asks for at launch; registers and spills come from ptxas for NVIDIA, from the code object for AMD.
+        Of torch's settings, whether float32 products may round to TensorFloat-32 and whether algorithms have to be
+        deterministic count as they are at the call; autocast does not. A process compiles the same call once; Triton's
+        cache on disk keeps it for the next one. Shared memory is what a program asks for at launch; registers and
+        spills come from ptxas for NVIDIA, from the code object for AMD.
 
     Example:
         >>> import torch, triton_gallery
@@ -270,8 +275,8 @@ def listing(
         kwargs: its keyword arguments.
 
     Raises:
-        TypeError: the function cannot be imported by name in another process.
-        ValueError: there is no such target, kernel or stage.
+        TypeError: the function cannot be imported by name in another process, or an argument cannot travel there.
+        ValueError: there is no such target, kernel or stage, or nothing was launched.
         RuntimeError: the call failed, or a kernel did not compile; the message is the child process's.
 
     Example:
@@ -281,10 +286,13 @@ def listing(
         >>> [i for i, line in enumerate(listing.source) if "tl.store" in line][0] in listing.stages["ttir"]
         True
     """
+    stages = None if stages is None else tuple(stages)
     ((outcome,),) = _compile(_pack([(function, args, kwargs, backward)], (target,)), line_info=True)
     if isinstance(outcome, str):
         raise RuntimeError(f"listing: {_name(function)} failed for {target}: {outcome}")
     found = next((k for k in outcome if kernel in (None, k.name)), None)
+    if not outcome:
+        raise ValueError(f"listing: {_name(function)} launched no kernel")
     if found is None:
         raise ValueError(f"listing: kernel must be one of {', '.join(k.name for k in outcome)}, got {kernel!r}")
     asm = found.asm
@@ -310,6 +318,8 @@ def listing(
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj):
         if isinstance(obj, torch.Tensor):
+            if obj.is_nested or obj.layout != torch.strided:
+                raise TypeError(f"inspect: tensors must be dense (strided), got layout {obj.layout}")
             return obj.dtype, tuple(obj.shape), obj.stride(), obj.storage_offset()
         return None
 
@@ -326,15 +336,24 @@ def _name(function: Callable) -> str:
 
 
 def _pack(calls: list[tuple[Callable, tuple, dict, bool]], targets: tuple[str, ...], keep_asm: bool = True) -> bytes:
-    """The request to the child: (function, args, kwargs, backward) of each call, and the targets."""
+    """The request to the child: (function, args, kwargs, backward) of each call, the targets, and torch's settings."""
     for target in targets:
         _parse(target)
     for function, *_ in calls:
-        name = f"{function.__module__}.{_name(function)}"
+        if not callable(function):
+            raise TypeError(f"inspect: function must be callable, got {type(function).__name__}")
+        named = function
+        while isinstance(named, functools.partial):
+            named = named.func
+        name = f"{getattr(named, '__module__', type(named).__module__)}.{_name(named)}"
         if name.startswith("__main__.") or "<" in name:
             raise TypeError(f"inspect: function must be importable in another process, got {name}; move it to a module")
+    settings = allows_tf32(), torch.are_deterministic_algorithms_enabled()
     buffer = io.BytesIO()
-    _Pickler(buffer).dump((calls, targets, keep_asm))
+    try:
+        _Pickler(buffer).dump((calls, targets, keep_asm, settings))
+    except (AttributeError, pickle.PicklingError) as error:
+        raise TypeError(f"inspect: function and arguments must travel to another process: {error}") from error
     return buffer.getvalue()
 
 
@@ -388,6 +407,8 @@ class _TargetDriver:
 
 
 def _parse(target: str) -> GPUTarget:
+    if not isinstance(target, str):
+        raise ValueError(f'inspect: targets must be names such as "sm_90" or "gfx942", got {target!r}')
     if match := re.fullmatch(r"sm_(\d{2,3})", target):
         return GPUTarget("cuda", int(match[1]), 32)
     if match := re.fullmatch(r"gfx(\d{1,2})\d[\da-f]", target):
@@ -400,8 +421,11 @@ def _serve() -> None:
     # Compilers print to stdout, so the answer gets a descriptor of its own and everything else goes to stderr.
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
-        calls, targets, keep_asm = _Unpickler(sys.stdin.buffer).load()
+        calls, targets, keep_asm, (tf32, is_deterministic) = _Unpickler(sys.stdin.buffer).load()
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+        torch.use_deterministic_algorithms(is_deterministic)
         _keep_ptxas_log()
+        _collect_launches()
         drivers = [_TargetDriver(device, target) for device, target in enumerate(targets)]
         pickle.dump(
             [[_run(call, *pair, keep_asm) for pair in zip(targets, drivers, strict=True)] for call in calls], answer
@@ -432,13 +456,30 @@ def _keep_ptxas_log() -> None:
     compiler.CUDABackend.make_cubin = make_cubin_and_keep_log
 
 
-def _run(call: tuple, target: str, driver: _TargetDriver, keep_asm: bool) -> list[Kernel] | str:
-    from ._launch import compile_only
+def _collect_launches() -> None:
+    """Let ``kernel[grid](...)`` compile the kernel and run nothing, as the package's own launches do."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
 
+    run = JITFunction.run
+
+    def compile_and_collect(self, *args, grid, warmup, **meta):
+        compiled = run(self, *args, grid=grid, warmup=True, **meta)
+        if not warmup:
+            _launch.compilations.append(compiled)
+        return compiled
+
+    def compile_all(self, *args, warmup, **meta):
+        _launch.compilations.append(self.warmup(*args, **meta))
+
+    JITFunction.run, Autotuner.run = compile_and_collect, compile_all
+
+
+def _run(call: tuple, target: str, driver: _TargetDriver, keep_asm: bool) -> list[Kernel] | str:
     function, args, kwargs, backward = call
     triton.runtime.driver.set_active(driver)
     try:
-        with compile_only() as compiled:
+        with _launch.compile_only() as compiled:
             if backward:
                 for x in _tensors((args, kwargs)):
                     x.requires_grad_(x.is_floating_point())

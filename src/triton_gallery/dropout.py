@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._arguments import FLOATS, check_same_device, check_tensor, is_tracing, needs_autograd
+from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_tracing, needs_autograd
 from ._launch import cdiv, collapse, index_dtype, launch
 from ._registration import apply, differentiable, operator
 from ._replay import replayed
@@ -233,7 +233,7 @@ def _check_seed(seed: object, x: torch.Tensor) -> None:
         check_same_device("dropout", x=x, seed=seed)
         if seed.numel() != 1:
             raise ValueError(f"dropout: seed must hold one element, got shape {tuple(seed.shape)}")
-    elif isinstance(seed, bool) or not (seed is None or isinstance(seed, int)):
+    elif isinstance(seed, bool) or not (seed is None or isinstance(seed, INTS)):
         raise TypeError(f"dropout: seed must be an int, an integer tensor or None, got {type(seed).__name__}")
     elif seed is not None and not -(2**63) <= seed < 2**64:
         raise ValueError(f"dropout: seed must be in [-2**63, 2**64), got {seed}")
@@ -242,7 +242,7 @@ def _check_seed(seed: object, x: torch.Tensor) -> None:
 @functools.partial(replayed, varying=3)
 def _checked_dropout(x: torch.Tensor, p: float, training: bool, seed: int | torch.Tensor | None) -> torch.Tensor:
     check_tensor("dropout", "x", x)
-    if isinstance(p, bool) or not isinstance(p, (int, float)):
+    if isinstance(p, bool) or not isinstance(p, NUMBERS):
         raise TypeError(f"dropout: p must be a Python number, got {type(p).__name__}")
     # NaN fails every comparison, so it lands here too.
     if not 0 <= p <= 1:

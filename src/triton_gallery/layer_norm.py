@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import hopper
-from ._arguments import FLOATS, check_same_device, check_tensor, is_transformed, needs_autograd
+from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_transformed, needs_autograd
 from ._launch import alignment, cdiv, is_hopper, launch, next_power_of_2, num_multiprocessors, pdl, scratch
 from ._registration import apply, differentiable, one_by_one, operator
 from ._replay import replayed
@@ -508,7 +508,7 @@ def _vmap_fwd(info, in_dims, x, weight, bias, *options):
     if any(d is not None for d in in_dims[1:3]):
         return one_by_one(_layer_norm_fwd, info, in_dims, x, weight, bias, *options)
     y, *stats = _layer_norm_fwd(x.movedim(in_dims[0], 0), weight, bias, *options)
-    return (y, *(t.reshape(info.batch_size, t.numel() // info.batch_size) for t in stats)), 0
+    return (y, *(t.reshape(info.batch_size, t.numel() // max(1, info.batch_size)) for t in stats)), 0
 
 
 @operator(fake=_empty_outputs, vmap=_vmap_fwd)
@@ -763,7 +763,7 @@ def _gradients_in_torch(dy, x, weight, n_cols, eps, subtract_mean):
 
 def _normalize(op, x, normalized_shape, weight, bias, eps):
     check_tensor(op, "x", x)
-    if isinstance(normalized_shape, int):
+    if isinstance(normalized_shape, INTS):
         normalized_shape = (normalized_shape,)
     elif not isinstance(normalized_shape, Sequence):
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
@@ -771,10 +771,12 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     if not normalized_shape or tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:
         shapes = f"x of shape {tuple(x.shape)}, got {normalized_shape}"
         raise ValueError(f"{op}: normalized_shape must name the last dimensions (at least one) of {shapes}")
-    # torch's autocast runs layer norm in float32: here x is read as it is, and only the output is float32.
+    # torch's autocast runs layer norm in float32, and RMS norm since 2.12: here x is read as it is, and only the output
+    # is float32.
     half = x.dtype in (torch.float16, torch.bfloat16)
     autocast = x.device.type in ("cuda", "xpu") and torch.is_autocast_enabled(x.device.type)
-    out_dtype = torch.float32 if op == "layer_norm" and half and autocast else x.dtype
+    widens = half and autocast and (op == "layer_norm" or torch.__version__ >= "2.12")
+    out_dtype = torch.float32 if widens else x.dtype
     if op == "rms_norm" or autocast:
         affine_dtypes = FLOATS
     else:
@@ -788,7 +790,7 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     check_same_device(op, x=x, weight=weight, bias=bias)
     if eps is None:
         eps = torch.finfo(_compute_dtype(x)).eps
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+    if isinstance(eps, bool) or not isinstance(eps, NUMBERS):
         raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}")
     # NaN alone differs from itself; torch.compile cannot trace math.isnan of a number that it treats as dynamic.
     if eps != eps:
@@ -868,7 +870,8 @@ def rms_norm(
             float64.
 
     Returns:
-        A contiguous tensor of x's shape and dtype.
+        A contiguous tensor of x's shape and dtype (float32 for 16-bit x under GPU autocast from torch 2.12 on, as in
+        torch).
 
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.

@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._launch import launch_interpreted
+from ._launch import interpreter_lock, launch_interpreted
 
 _ADDRESS_BITS = 48  # what a process can address; the bits above are free
 _ADDRESS = np.uint64(2**_ADDRESS_BITS - 1)
@@ -196,7 +196,7 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         A `Trace`.
 
     Raises:
-        TypeError: `kernel` is not a function under ``@triton.jit``, or the arguments do not fit it.
+        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, or `grid` is neither.
         ValueError: the kernel sets no variable of a name in `watch`.
 
     Notes:
@@ -217,6 +217,8 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
     if not isinstance(kernel, JITFunction | InterpretedFunction):
         hint = "; pass what it wraps, its `fn`" if hasattr(kernel, "fn") else ""
         raise TypeError(f"trace: kernel must be a function under @triton.jit, got {type(kernel).__name__}{hint}")
+    if not callable(grid) and not isinstance(grid, tuple | list):
+        raise TypeError(f"trace: grid must be a tuple or a function, got {type(grid).__name__}")
     signature = inspect.signature(kernel.fn)
     bound = signature.bind(*args, **{name: value for name, value in meta.items() if name in signature.parameters})
     bound.apply_defaults()
@@ -227,6 +229,7 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
     function = InterpretedFunction(kernel.fn)
     function.add_pre_run_hook(lambda *host: recorder.meet(dict(zip(bound.arguments, host, strict=True))))
     with ExitStack() as stack:
+        stack.enter_context(interpreter_lock)
         if isinstance(kernel, JITFunction):
             stack.enter_context(_interpreter_on())
         stack.enter_context(recorder.attached())

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._arguments import FLOATS, check_same_device, check_tensor, needs_autograd
+from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, needs_autograd
 from ._launch import broadcast, cdiv, collapse, index_dtype, launch
 from ._registration import aligned_batches, apply, differentiable, operator
 from ._replay import replayed
@@ -88,6 +88,12 @@ def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -
 
 
 def _vmap(info, in_dims, x, y, alpha):
+    # Whether a tensor has dimensions counts for the dtype of a sum, and that of the batch is none of them.
+    shapes = (t.shape if d is None else t.shape[:d] + t.shape[d + 1 :] for t, d in zip((x, y), in_dims, strict=False))
+    members = (torch.empty(shape, dtype=t.dtype, device="meta") for t, shape in zip((x, y), shapes, strict=True))
+    dtype = torch.result_type(*members)
+    if torch.result_type(x, y) != dtype:
+        x, y = x.to(dtype), y.to(dtype)
     return _add(*aligned_batches((x, y), in_dims[:2]), alpha), 0
 
 
@@ -184,10 +190,11 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         ValueError: the shapes do not broadcast, the tensors live on different devices, or an int exceeds 64 bits.
 
     Notes:
-        Every sum is rounded once; with alpha, float16 and bfloat16 are computed in float32. The gradients are those of
-        the formula, summed over broadcast dimensions. Two tensors of the same dense layout take one flat kernel,
-        launched twice for 2**20 elements or more if their number is no multiple of 16; broadcasting, strides, mixed
-        dtypes, bool and alpha take a second kernel that computes each element's address.
+        An alpha or a number that the result's dtype cannot hold wraps around (integers) or becomes infinite; torch
+        refuses some of them. Every sum is rounded once; with alpha, float16 and bfloat16 are computed in float32. The
+        gradients are those of the formula, summed over broadcast dimensions. Two tensors of the same dense layout take
+        one flat kernel, launched twice for 2**20 elements or more if their number is no multiple of 16; broadcasting,
+        strides, mixed dtypes, bool and alpha take a second kernel that computes each element's address.
 
     Example:
         >>> import torch, triton_gallery
@@ -195,17 +202,17 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         tensor([1., 3., 5.])
     """
     check_tensor("add", "x", x, FLOATS + _INTEGERS)
-    if isinstance(y, (bool, int, float)):
-        if isinstance(y, int) and not -(2**63) <= y < 2**64:
+    if isinstance(y, NUMBERS):
+        if isinstance(y, INTS) and not -(2**63) <= y < 2**64:
             raise ValueError(f"add: y must be in [-2**63, 2**64) when it is an int, got {y}")
         y = _number_tensor(y, x)
     elif not isinstance(y, torch.Tensor):
         raise TypeError(f"add: y must be a torch.Tensor or a Python number, got {type(y).__name__}")
     check_tensor("add", "y", y, FLOATS + _INTEGERS)
     check_same_device("add", x=x, y=y)
-    if not isinstance(alpha, (bool, int, float)):
+    if not isinstance(alpha, NUMBERS):
         raise TypeError(f"add: alpha must be a Python number, got {type(alpha).__name__}")
-    if isinstance(alpha, int) and not -(2**63) <= alpha < 2**63:
+    if isinstance(alpha, INTS) and not -(2**63) <= alpha < 2**63:
         raise ValueError(f"add: alpha must be in [-2**63, 2**63) when it is an int, got {alpha}")
     if needs_autograd(x, y):
         return apply(_Add, x, y, alpha)
