@@ -65,9 +65,9 @@ total = sum(count for _, count in trips.values())
 print(f"{'together':46}{total} × M × N, of which the result needs 2: a factor of {total / 2:.0f}")
 
 # %%
-# The arithmetic is next to nothing: a subtraction, an exponential, an addition and a product for each number. As on
-# page one, memory decides. The least that any softmax can move is one reading of :math:`x` and one writing of the
-# result. So if we find a way to keep the rest on the chip, the best we can hope for is the factor above.
+# The arithmetic is next to nothing: a comparison, a subtraction, an exponential, an addition and a product for each
+# number. As on page one, memory decides. The least that any softmax can move is one reading of :math:`x` and one
+# writing of the result. So if we find a way to keep the rest on the chip, the best we can hope for is the factor above.
 
 # %%
 # One program reads a row once
@@ -210,7 +210,7 @@ plt.show()
 #   of lengths and strides; the default of 1 says nothing.
 # - `num_warps` is not in the kernel but a matter of the launch: over how many warps a tile spreads. The longer the row,
 #   the more warps it takes to keep each thread's share small. The library's tile of 1024 numbers takes two; longer
-#   rows, in the kernels below, take 2 to 16, from a small table that was measured; page three has a clock choose.
+#   rows, in the kernels below, take 1 to 16, from small tables that were measured; page three has a clock choose.
 
 # %%
 # It agrees with torch on an awkward shape
@@ -352,10 +352,11 @@ plt.show()
 # - `_online_start` begins with the lowest finite number and not with :math:`-\infty`. A mask may fill whole blocks
 #   with :math:`-\infty`, and :math:`-\infty - (-\infty)` is not 0 but NaN, which no later number would heal. Row 7
 #   above is there to try it.
-# - `eviction_policy` speaks to the L2 cache, which all programs share: keep this, we come back for it, and later: drop
-#   this first. As long as all rows under way fit there, the second walk costs little, and memory sees two trips again.
-#   That is why the library starts one or two programs for each multiprocessor, and lets them loop: with more rows at
-#   once, each would push the others out.
+# - `eviction_policy` is a wish to the L2 cache, which all programs share: keep this, we come back for it, and later:
+#   drop this first. Where rows are aligned, the compiler makes asynchronous copies of these loads, and Triton 3.6 and
+#   3.7 drop the wish there. What helps in any case is that few rows are under way: as long as all of them fit into the
+#   cache, the second walk costs little, and memory sees two trips again. That is why the library starts one or two
+#   programs for each multiprocessor, and lets them loop: with more rows at once, each would push the others out.
 # - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
 #   that memory need not wait for arithmetic.
 # - `row` is a 64-bit number, and so are the products with it.
@@ -367,10 +368,10 @@ plt.show()
 # ----------------------------
 #
 # The L2 cache is a hope: it keeps a row for the second walk if nothing else needs the room. There is a surer place.
-# Each multiprocessor of Hopper (the H100 and the H200) has 227 KiB of *shared memory*, which a program fills and
-# empties as it likes, room for 116,000 float16 numbers. `tl` uses it behind the scenes and has no words for it.
-# Gluon, the lower-level language that Triton's compiler offers beside it, has some, and the library's kernel for long
-# rows on Hopper (`hopper/softmax.py`) is written in it.
+# Each multiprocessor of Hopper (the H100 and the H200) has 228 KiB of *shared memory*, of which a program may have 227,
+# to fill and to empty as it likes: room for 116,000 float16 numbers. `tl` uses it behind the scenes and has no words
+# for it. Gluon, the lower-level language that Triton's compiler offers beside it, has some, and the library's kernel
+# for long rows on Hopper (`hopper/softmax.py`) is written in it.
 #
 # That kernel cuts a row into chunks of a few KiB and starts the copies of all of them into shared memory at once. When
 # they have arrived, it folds them into the running statistics, as above: `m` and `s` once more, for each thread. Then
@@ -379,11 +380,11 @@ plt.show()
 # more often than once in and once out, and while some programs of a multiprocessor wait or reckon, the copies of others
 # are under way.
 #
-# A row of odd length begins anywhere, and `tl` loads it number by number: 16 bytes at once have to begin at a multiple
-# of 16. This kernel reads from the start of the *cache line* in which the row begins, the 128 bytes that a cache keeps
-# together, and leaves out what belongs to the row before. So all its copies are 16 bytes wide, and the 512 bytes that a
-# warp copies at once are four whole lines, not three and parts of two. Its stores are 16 bytes wide, too, but for both
-# ends of a row.
+# A row whose length is no multiple of 8 (of 4 in float32) begins anywhere; we call such lengths *odd*. `tl` loads it
+# number by number: 16 bytes at once have to begin at a multiple of 16. This kernel reads from the start of the *cache
+# line* in which the row begins, the 128 bytes that a cache keeps together, and leaves out what belongs to the row
+# before. So all its copies are 16 bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not
+# three and parts of two. Its stores are 16 bytes wide, too, but for both ends of a row.
 #
 # Such a row of odd length and up to 40 KiB has a program to itself, and a multiprocessor room for at least five. Longer
 # rows, of any length, are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
@@ -402,9 +403,9 @@ plt.show()
 # %%
 # `tl.static_range` is a loop that the compiler writes out, and `blocks` a Python tuple that grows in it: each block is
 # a value of its own, in registers of its own. The lanes meet twice for each row, however many blocks there are, for the
-# maximum and for the sum; until then each looks at its own column of the blocks alone. What waits in between is either
-# the exponentials, a register each, or the numbers as they were loaded, half a register each in float16, which then are
-# exponentiated twice. Which is faster depends on the length, and was measured.
+# maximum and for the sum; until then each looks at its own column of the blocks alone. What waits in between are the
+# exponentials, a register each. (`KEEP_EXP=False` asks for the numbers as they were loaded instead, half a register
+# each in float16, and for a second exponential. The compiler sees that both exponentials are equal and computes one.)
 
 
 def my_softmax_in_blocks(x):
@@ -444,7 +445,8 @@ except ValueError as error:
 # .. math:: dx_i = y_i \left( dy_i - \sum_j dy_j \, y_j \right)
 #
 # is a reduction over the row and a pass over its elements, so its kernels look like those above: they read :math:`y`
-# and :math:`dy` and write :math:`dx`, three trips in all. Only :math:`y` has to be kept for it, not :math:`x`.
+# and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64); longer rows are read
+# twice, the second time from the L2 cache while they fit there. Only :math:`y` has to be kept for it, not :math:`x`.
 
 x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
 dy = torch.randn_like(x)
@@ -575,17 +577,19 @@ ladder
 # rate. The library saves that trip again, because it keeps a row where the second walk finds it, and reaches
 # :measured:`softmax-ladder-fp16: triton_gallery / limit at 65536`.
 #
-# Blocks without idle lanes are worth little at 5120 columns,
-# :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 5120`: there are registers for the idle
-# ones, too. At 12288 it is :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 12288`.
+# Blocks without idle lanes are worth little at 5120 columns, :measured:`softmax-ladder-fp16: safe, in blocks / safe,
+# row in registers at 5120`: there are registers for the idle ones, too. At 12288 it is :measured:`softmax-ladder-fp16:
+# safe, in blocks / safe, row in registers at 12288`. At 32768 they have too few threads: with 128 of them this rung
+# spills, where the library takes more warps.
 #
-# Three expectations were wrong. The unfused version stays at
-# :measured:`softmax-ladder-fp16: unfused / limit at 131072` of a copy's rate at the right end, half of what eight trips
-# leave. And at 4096 columns the naive curve and the safe one do meet; at 16384 the naive kernel
-# reaches :measured:`softmax-ladder-fp16: naive, row in registers / safe, row in registers at 16384` of the other's
-# rate, although it takes no maximum. But it divides each number of the row by the sum, and a division takes several
-# instructions, where the library's kernel divides once in a row, and multiplies. Of programs of 128 threads with so
-# many registers each, a multiprocessor has room for few, and there is little for the instructions to hide behind.
+# Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
+# of a copy's rate at the right end, half of what eight trips leave; we have not looked into why. And at 4096 columns
+# the naive curve and the safe one do meet; at 16384 the naive kernel reaches :measured:`softmax-ladder-fp16: naive, row
+# in registers / safe, row in registers at 16384` of the other's rate, although it takes no maximum. But it takes
+# `tl.exp`, which in machine code is three instructions more for each number than the `_exp` of a 16-bit result, and it
+# divides each number by the sum, which is two more than the product by a reciprocal that is taken once in a row. Of
+# programs of 128 threads with so many registers each, a multiprocessor has room for few, and there is little for the
+# instructions to hide behind.
 #
 # And short rows do stay in the L2 cache for their second walk, but the online kernel does not gain from it what we
 # expected: at 4096 columns it reaches
@@ -599,7 +603,9 @@ ladder
 # A softmax takes about five operations for a number: a comparison, a subtraction, an exponential, an addition and a
 # product. Fused, these share two trips of two bytes, an intensity of 5/4. Unfused they share eight trips, 5/16. Both
 # are far to the left of the ridge, where memory sets the time, so the roof above the unfused version is four times
-# lower.
+# lower. (The flat roof is that of the matrix unit, which a softmax cannot use. The nearest roof of its own is that of
+# exponentials: a multiprocessor takes 16 in a clock cycle, which is some four times as many as memory delivers numbers
+# for.)
 
 ops = 5 / 4 / 1000  # of a rate in GB/s, which credits everyone with two trips, makes one in TFLOP/s
 ours, unfused = report.series("triton_gallery"), report.series("unfused")
@@ -608,7 +614,7 @@ tg.benchmark.roofline(report, points | {"unfused, N = 8192": (5 / 16, unfused[81
 
 # %%
 # The unfused point has a distance to its roof as well, and it would not help to close it: the roof there is lower than
-# the fused points to the right. One can make five kernels better and better, and lose to one that moves less.
+# the fused point of the same length. One can make five kernels better and better, and lose to one that moves less.
 
 # %%
 # Rows that lie across memory
@@ -691,11 +697,10 @@ report_across
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256`. Of the layouts that this page
 # measures, rows across memory is the one that we serve worst.
 #
-# `torch.compile` is the one to beat here. The shapes of tiles are what does it: an earlier version, with tiles of 8
-# rows at 1024 columns, half of what memory hands out at least, was much slower than it. We now run at
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` of its rate there, at
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns, and in parts at
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
+# `torch.compile` is the one to beat here. The shapes of tiles are what does it: with tiles of 8 rows, half of what is
+# read would be for nothing. We run at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` of
+# its rate there, at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns, and
+# in parts at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
 # :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`.
 
 # %%
@@ -881,10 +886,11 @@ tg.codegen.inspect(tg.softmax, x)
 
 # %%
 # The registers confirm the plan: they hold the row and little else, and nothing spills. Shared memory is a few bytes,
-# one number from each warp. And the widest load is 128 bits, eight numbers at once, since 8192 is a multiple of 8.
-# (With 781 columns a row may begin at any even address, and the loads are 16 bits wide.) Long rows take another kernel:
-# on Hopper the one with the chunks, here on 8 KiB of each of two rows, after the small one that empties the mailboxes;
-# elsewhere the online one, whose shared memory is a waiting room for the blocks that are on their way.
+# one number from each warp. And on NVIDIA's GPUs the widest load is 128 bits, eight numbers at once, since 8192 is a
+# multiple of 8; on AMD's, 256 threads share a block of 1024, four numbers each. (With 781 columns a row may begin at
+# any even address, and the loads are 16 bits wide.) Long rows take another kernel: on Hopper the one with the chunks,
+# here on 8 KiB of each of two rows, after the small one that empties the mailboxes; elsewhere the online one, whose
+# shared memory is a waiting room for the blocks that are on their way.
 
 long_x = torch.empty(4096, 131072, dtype=torch.float16, device="meta")
 long_report = tg.codegen.inspect(tg.softmax, long_x)
@@ -893,14 +899,15 @@ long_report
 # %%
 # From such a line of the table follows how many programs a multiprocessor can hold at a time, its *occupancy*. Its
 # registers, threads and shared memory are shared out among them, and what runs out first decides. For the online kernel
-# on an A100, which has 65536 registers, 2048 threads and 163 KiB of shared memory on each multiprocessor:
+# on an A100, which has 65536 registers, 2048 threads and 164 KiB of shared memory on each multiprocessor, 1 KiB of it
+# taken for each program:
 
 online = next(kernel for kernel in long_report.kernels if kernel.target == "sm_80")
 threads = 32 * online.num_warps
 room = {
     "registers": 65536 // (online.registers * threads),
     "threads": 2048 // threads,
-    "shared memory": 163 * 1024 // online.shared,
+    "shared memory": 164 * 1024 // (online.shared + 1024),
 }
 print(f"programs of {threads} threads that have room:", room)
 
@@ -940,14 +947,12 @@ for each in (report, report_across, report_short, report_long):
 #
 # Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose some: with 16401 columns we
 # reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16401` of a copy of as many bytes, with 16384
-# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. (An earlier version copied from the
-# multiple of 16 bytes in front of a row, wherever in a cache line that was, and lost much more.) Shorter ones, which
-# are loaded number by number, lose more, too: it is
-# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905` at 3905 columns. Where the matrix ends
-# between two multiples of 16 bytes, its last row takes another kernel, in a launch of its own. And all of this works if
-# a row of the result begins as far behind a multiple of 16 bytes as the row of the input does. Rows cut out of a wider
-# matrix need not. Up to 32768 columns these are read in blocks, longer ones by the online kernel, whose loads then move
-# one number instead of eight.
+# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. Shorter ones, which are loaded number by
+# number, lose more, too: it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905` at 3905
+# columns. Where the matrix ends between two multiples of 16 bytes, its last row takes another kernel, in a launch of
+# its own. And all of this works if a row of the result begins as far behind a multiple of 16 bytes as the row of the
+# input does. Rows cut out of a wider matrix need not. Up to 32768 columns these are read in blocks, longer ones by the
+# online kernel, whose loads then move one number instead of eight.
 
 # %%
 # Break it: pad with zeros
@@ -988,10 +993,11 @@ check(zero_padded_softmax, x - 200)
 check(zero_padded_softmax, (x - 200)[:, :512].contiguous())
 
 # %%
-# Random numbers around 0 pass, as among 781 of them one is positive, and the zeros do not win. Rows around -200 fail.
-# There the maximum comes from the padding, all exponentials underflow to 0, and 0 / 0 is NaN. The same rows pass once
-# they are 512 long, because there is no padding. So it takes a length that is no power of two *and* a row of large
-# negative numbers to see the mistake. Log-probabilities, which are never positive, are such rows.
+# Random numbers around 0 pass, as among 781 of them at least one is positive, and the zeros do not win. Rows around
+# -200 fail. There the maximum comes from the padding, all exponentials underflow to 0, and their sum is 0: 1 / 0 is
+# infinite, and 0 times that is NaN. The same rows pass once they are 512 long, because there is no padding. So it takes
+# a length that is no power of two *and* a row of large negative numbers to see the mistake. The log-likelihoods of
+# whole sentences, often hundreds below zero, are such rows.
 #
 # Softmax offers a check that needs no reference at all. Its result does not change when a row is shifted:
 
@@ -1091,9 +1097,10 @@ assert not any(math.isnan(row_sum(x[0, :n], torch.finfo(torch.float32).min)) for
 # Solution 4: a stride for the columns
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# `my_softmax` passes one stride, the distance of rows, and takes for granted that columns are neighbours. With both it
-# is right. It is slow because the numbers of a row now lie far apart: a warp's 32 loads of 4 bytes hit 32 different
-# lines of the cache, and of each line that travels only 4 bytes are used.
+# `my_softmax` passes one stride, the distance of rows, and takes for granted that columns are neighbours.
+# `torch.empty_like` takes over the strides of x for the result, too, so we ask for a contiguous one. With both strides
+# and that it is right. It is slow because the numbers of a row now lie far apart: a warp's 32 loads of 4 bytes hit 32
+# different lines of the cache, and of each 32 bytes that travel only 4 are used.
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def _exp(x, DTYPE: tl.constexpr):
     if DTYPE == tl.float32 or DTYPE == tl.float64:
         return tl.exp(x)
     else:
-        # The hardware's instruction is exp2. Results under 1e-38, for which tl.exp takes four more, become 0.
+        # The hardware's instruction is exp2. Results under 1e-38, for which tl.exp takes three more, become 0.
         return tl.exp2(x * 1.4426950408889634)
 
 
@@ -98,7 +98,7 @@ def _softmax_fwd_blocks_kernel(
     x_row_stride,
     N_BLOCKS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    KEEP_EXP: tl.constexpr,  # what waits in registers is exp(x - max(x)); otherwise it is x, and exp is taken twice
+    KEEP_EXP: tl.constexpr,  # what waits is said to be exp(x - max(x)), else x; the compiler keeps exp either way
     ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
     IS_LOG: tl.constexpr = False,
     STATS_DTYPE: tl.constexpr = tl.float32,
@@ -216,7 +216,7 @@ def _softmax_online_fwd_kernel(
             x = tl.load(x_ptrs + start, mask=mask, other=-float("inf"), eviction_policy="evict_last")
             m, s = _online_update(m, s, x.to(DTYPE).to(STATS_DTYPE), DTYPE)
         row_max, row_sum = _online_finish(m, s)
-        # The second walk finds in the L2 cache what the first one asked it to keep.
+        # The second walk finds in the L2 cache what the first one has read, if there is room.
         for start in tl.range(0, n_cols, BLOCK_COLS, num_stages=4):
             mask = start + cols < n_cols
             x = tl.load(x_ptrs + start, mask=mask, other=-float("inf"), eviction_policy="evict_first")
@@ -750,7 +750,7 @@ def _num_warps(n_bytes: int) -> int:
 
 
 def _block(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, bool]:
-    """(columns of a block, warps, whether exponentials wait) for a row in registers: measured on an H200."""
+    """(columns of a block, warps, KEEP_EXP) for a row in registers: measured on an H200."""
     if x.element_size() != 2 or not vectorized:
         # Numbers that cannot be loaded 16 bytes at a time take a register each, so they are spread over more threads.
         return (1024, 4 if n_cols <= 4096 else 8, True) if n_cols <= 16384 else (2048, 16, True)
@@ -909,8 +909,8 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 
     Returns:
-        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise. Under
-        :class:`torch.autocast` on a GPU it is float32, as torch's.
+        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise, which
+        :class:`torch.autocast` on a GPU makes float32 where it has 16 bits, as torch's.
 
     Raises:
         TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.
@@ -919,14 +919,14 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row is read once and stays on the chip; longer ones are read
-        twice, the second time from the L2 cache while it fits there. On Hopper longer 16-bit or float32 rows are read
-        once, too, if there are two or more, with up to 8 MiB each (on an H200) and at least 4 MiB together, if x is
-        16-byte aligned and so is the distance from a row's end to the next row: they lie in parts on several
-        multiprocessors, which exchange their maxima and sums. Elsewhere a few rows of 128 KiB or more are cut into
-        parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as with any
-        dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for float64, in the
-        backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit for bit. The
-        gradient has kernels of its own and can be differentiated again.
+        twice, the second time from the L2 cache while it fits there. (Backward these are 16384 and 8192 columns.) On
+        Hopper longer 16-bit or float32 rows are read once in the forward pass, too, if there are two or more, with up
+        to 8 MiB each (on an H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a
+        row's end to the next row: they lie in parts on several multiprocessors, which exchange their maxima and sums.
+        Elsewhere a few rows of 128 KiB or more are cut into parts that are read twice, so that they keep the whole GPU
+        busy. Rows that are not dense in memory, as with any dim but the last, are read where they lie, in tiles, and
+        twice beyond 2048 columns (1024 for float64, in the backward pass, and for rows that are dense and lie at uneven
+        distances). The result repeats bit for bit. The gradient has kernels of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery
@@ -952,8 +952,8 @@ def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = N
         dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 
     Returns:
-        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise. Under
-        :class:`torch.autocast` on a GPU it is float32, as torch's.
+        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise, which
+        :class:`torch.autocast` on a GPU makes float32 where it has 16 bits, as torch's.
 
     Raises:
         TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.

@@ -107,8 +107,8 @@ def as_matrices(smem, count, rows, columns, layout, _semantic=None):
 def named_barrier(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr):
     """`barrier.sync` waits for, and `barrier.arrive` announces, 256 threads: two warp groups.
 
-    Their short forms `bar.sync` and `bar.arrive` promise that all threads meet at one instruction; here each warp group
-    has a copy of its own.
+    Their short forms `bar.sync` and `bar.arrive` promise that all threads of a warp meet at the same instruction; here
+    nothing is promised.
     """
     # Without a tensor argument, each thread runs the instruction once.
     gl.inline_asm_elementwise(
