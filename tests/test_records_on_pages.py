@@ -63,6 +63,7 @@ def build(tmp_path):
         try:
             app.build()
             page = (Path(app.outdir) / "index.html").read_text(encoding="utf-8")
+            build.log = app.status.getvalue()
             return html.unescape(re.sub(r"<[^>]+>", "", page)), app.warning.getvalue(), page, Path(app.outdir)
         finally:
             app.cleanup()
@@ -119,6 +120,7 @@ def test_a_caption_tells_where_a_record_is_from(folder, build):
     commit(folder, made_up("NVIDIA H200", text=made_up("NVIDIA H200")["text"] | {"benchmark": "0" * 16}))
     text = build(f":provenance:`{NAME}`\n\n.. records::\n", "records")[0]
     assert f"Record {NAME}: not yet measured since the benchmark changed" in text
+    assert f"record nvidia-h200/{NAME}: not yet measured since the benchmark changed" in build.log
 
 
 def test_what_a_benchmark_has_not_measured_yet_is_no_mistake(folder, monkeypatch):

@@ -20,8 +20,10 @@ from pathlib import Path
 from docutils import nodes
 from gallery import NOT_YET, measuring, report
 from measured import NONE_YET, RECORDS, gpus, label, list_table, note_record, tab_set
+from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
+logger = logging.getLogger(__name__)
 _DATA = re.compile(r'<a download="[^"]*" href="data:(?:text/csv|application/json);[^"]*">[^<]*</a>')
 _JSON = re.compile(r'href="data:application/json;charset=utf-8,([^"]*)"')
 NO_HISTORY = "The history of these numbers is not available: this site was built without the history of its sources."
@@ -255,6 +257,9 @@ def _build_finished(app, exception) -> None:
     for path in sorted(RECORDS.glob("*/*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         publish(Path(app.outdir), f"{path.parent.name}/{path.stem}", Report(record))
+        if found := report(path.stem, path.parent.name).status():
+            # No mistake, but whoever builds the site for readers should know.
+            logger.info("record %s/%s: %s", path.parent.name, path.stem, found[0])
 
 
 def _state(app, config) -> None:
