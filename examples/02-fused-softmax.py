@@ -404,14 +404,15 @@ plt.show()
 # `tl.static_range` is a loop that the compiler writes out, and `blocks` a Python tuple that grows in it: each block is
 # a value of its own, in registers of its own. The lanes meet twice for each row, however many blocks there are, for the
 # maximum and for the sum; until then each looks at its own column of the blocks alone. What waits in between are the
-# exponentials, a register each. (`KEEP_EXP=False` asks for the numbers as they were loaded instead, half a register
-# each in float16, and for a second exponential. The compiler sees that both exponentials are equal and computes one.)
+# exponentials, a register each. (The numbers as they were loaded would take half a register each in float16, and a
+# second exponential. But where the text asks for that, the compiler sees that both exponentials are equal, and computes
+# one.)
 
 
 def my_softmax_in_blocks(x):
     out = torch.empty_like(x)
     n_rows, n_cols = x.shape
-    meta = {"N_BLOCKS": triton.cdiv(n_cols, 1024), "BLOCK_COLS": 1024, "KEEP_EXP": True}
+    meta = {"N_BLOCKS": triton.cdiv(n_cols, 1024), "BLOCK_COLS": 1024}
     _softmax_fwd_blocks_kernel[(n_rows,)](x, out, n_cols, x.stride(0), **meta)
     return out
 

@@ -725,6 +725,14 @@ def test_matmul_opcheck():
     torch.library.opcheck(operator, (a, b, bias, "gelu", None))
 
 
+@pytest.mark.parametrize("shape", [(64, 16, 64), (1, 16, 256), (8, 16, 256), (256, 16, 1)], ids=str)
+def test_few_float8_columns_compile_for_hopper(shape):
+    M, K, N = shape
+    a = torch.empty(M, K, device="meta", dtype=torch.float8_e4m3fn)
+    for b in (torch.empty(K, N, device="meta", dtype=a.dtype), torch.empty(N, K, device="meta", dtype=a.dtype).T):
+        assert tg.codegen.inspect(tg.matmul, a, b, targets=["sm_90"]).kernels
+
+
 @pytest.mark.parametrize("a_dtype", named([torch.float32, torch.float16]))
 @pytest.mark.parametrize("b_dtype", named([torch.float32, torch.float16]))
 def test_autocast_gives_torchs_dtype(a_dtype, b_dtype):

@@ -98,7 +98,6 @@ def _softmax_fwd_blocks_kernel(
     x_row_stride,
     N_BLOCKS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    KEEP_EXP: tl.constexpr,  # what waits is said to be exp(x - max(x)), else x; the compiler keeps exp either way
     ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
     IS_LOG: tl.constexpr = False,
     STATS_DTYPE: tl.constexpr = tl.float32,
@@ -113,7 +112,6 @@ def _softmax_fwd_blocks_kernel(
     lanes = tl.arange(0, BLOCK_COLS)
     x_row_ptr = x_ptr + row * x_row_stride
     out_row_ptr = out_ptr + row * n_cols
-    # The blocks wait as they were loaded: a 16-bit number takes half of a register.
     blocks = ()
     for k in tl.static_range(N_BLOCKS):
         cols = k * BLOCK_COLS + lanes
@@ -128,14 +126,13 @@ def _softmax_fwd_blocks_kernel(
     for k in tl.static_range(N_BLOCKS):
         numerator = _exp(blocks[k].to(DTYPE).to(STATS_DTYPE) - row_max, DTYPE)
         sums += numerator
-        if KEEP_EXP and not IS_LOG:
-            numerators += (numerator,)
+        numerators += (numerator,)
     row_sum = tl.sum(sums, axis=0)
     for k in tl.static_range(N_BLOCKS):
-        if KEEP_EXP and not IS_LOG:
-            out = numerators[k] * (1 / row_sum)
+        if IS_LOG:
+            out = blocks[k].to(DTYPE).to(STATS_DTYPE) - row_max - tl.log(row_sum)
         else:
-            out = _normalize(blocks[k].to(DTYPE).to(STATS_DTYPE), row_max, row_sum, DTYPE, IS_LOG)
+            out = numerators[k] * (1 / row_sum)
         cols = k * BLOCK_COLS + lanes
         tl.store(out_row_ptr + cols, out.to(DTYPE), mask=cols < n_cols if k == N_BLOCKS - 1 else None)
 
@@ -669,10 +666,10 @@ def _launch_rows(
     block_cols = next_power_of_2(n_cols)
     col_bytes = len(inputs) * (8 if dtype == torch.float64 else 4)
     if is_forward and n_cols > _ONE_BLOCK_COLS and n_cols * col_bytes <= _MAX_ROW_BYTES:
-        block_cols, num_warps, keep_exp = _block(*inputs, n_cols, vectorized)
+        block_cols, num_warps = _block(*inputs, n_cols, vectorized)
         launch(
             _softmax_fwd_blocks_kernel, (n_rows,), *inputs, out, n_cols, row_strides[0],
-            N_BLOCKS=cdiv(n_cols, block_cols), BLOCK_COLS=block_cols, KEEP_EXP=keep_exp, num_warps=num_warps, **meta,
+            N_BLOCKS=cdiv(n_cols, block_cols), BLOCK_COLS=block_cols, num_warps=num_warps, **meta,
         )  # fmt: skip
         return
     if block_cols * col_bytes <= _MAX_ROW_BYTES:
@@ -749,14 +746,14 @@ def _num_warps(n_bytes: int) -> int:
     return next((warps for limit, warps in ((4096, 2), (16384, 4), (32768, 8)) if n_bytes <= limit), 16)
 
 
-def _block(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, bool]:
-    """(columns of a block, warps, KEEP_EXP) for a row in registers: measured on an H200."""
+def _block(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int]:
+    """(columns of a block, warps) for a row in registers: measured on an H200."""
     if x.element_size() != 2 or not vectorized:
         # Numbers that cannot be loaded 16 bytes at a time take a register each, so they are spread over more threads.
-        return (1024, 4 if n_cols <= 4096 else 8, True) if n_cols <= 16384 else (2048, 16, True)
+        return (1024, 4 if n_cols <= 4096 else 8) if n_cols <= 16384 else (2048, 16)
     if n_cols <= 8192:
-        return 1024, 2 if n_cols <= 4096 else 4, n_cols <= 4096
-    return (2048, 8, n_cols <= 16384) if n_cols <= 20480 else (2048, 16, True)
+        return 1024, 2 if n_cols <= 4096 else 4
+    return (2048, 8) if n_cols <= 20480 else (2048, 16)
 
 
 def _strided_tile(

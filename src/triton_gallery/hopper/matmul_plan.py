@@ -175,7 +175,8 @@ def _pointer_config(
             least_us = memory_us(rows, cols, K, itemsize)
             parts = (n for n in possible_parts(K, tiles, device) if n == 1 or K % (16 * n) == 0)
             n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, rows * cols, device, least_us))
-        block_k = max(16, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
+        # The matrix unit takes 32 bytes of each row at a time.
+        block_k = max(32 // itemsize, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
         return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
 
