@@ -231,14 +231,14 @@ plt.show()
 
 # %%
 # We count what each order needs, first for 12 × 12 tiles of which 16 are computed at a time. Every row of tiles among
-# the 16 needs a strip of :math:`A`, and every column a strip of :math:`B`. (Without a GPU NumPy warns: the lanes behind
-# the last tile divide by 0 there. They are masked.)
+# the 16 needs a strip of :math:`A`, and every column a strip of :math:`B`.
 
 
 @triton.jit
 def order_kernel(tile_m_ptr, tile_n_ptr, n, tiles_m, tiles_n, GROUP_M: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tile_m, tile_n = _grouped_tile(i, tiles_m, tiles_n, GROUP_M)
+    # Lanes behind the last tile are masked below; until then they stand at the last one, and divide by no 0.
+    tile_m, tile_n = _grouped_tile(tl.minimum(i, n - 1), tiles_m, tiles_n, GROUP_M)
     tl.store(tile_m_ptr + i, tile_m, mask=i < n)
     tl.store(tile_n_ptr + i, tile_n, mask=i < n)
 
@@ -392,9 +392,10 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs to 10 bits of
 #   mantissa first. `MAX_NUM_IMPRECISE_ACC` is about float8 alone: after so many products, sums that the matrix unit
 #   keeps with fewer bits are added to those in float32.
-# - The loop has no barrier and no mention of shared memory. The compiler puts `num_stages` tiles there in advance, so
-#   that the copies for the next rounds are under way while the matrix unit works on this one. More stages hide more of
-#   the memory's latency, and take room from larger tiles. `num_stages` is a matter of the launch, as `num_warps` is;
+# - The loop has no barrier and no mention of shared memory. The compiler keeps the tiles of several steps there, so
+#   that the copies for the next rounds are under way while the matrix unit works on this one: `num_stages` steps where
+#   the matrix unit reads shared memory itself (`wgmma`, `tcgen05`), one fewer for `mma`. More stages hide more of the
+#   memory's latency, and take room from larger tiles. `num_stages` is a matter of the launch, as `num_warps` is;
 #   `my_matmul` leaves it at Triton's 3.
 # - `pre_ptr` is for the gradient: GELU's, for example, needs the sums as they were before the activation. `PDL` is for
 #   products in parts, further down.
@@ -466,9 +467,10 @@ print("chosen:", tuned_kernel.best_config.kwargs)
 # `triton_gallery.matmul` takes the shapes that `torch.matmul` takes: vectors, batches that broadcast, any strides,
 # sizes of zero. It chooses the tile from the shape. A product with a vector uses no number of the matrix twice, so a
 # matrix unit would have nothing to do; it takes a small kernel of its own, which reads each number of the matrix once.
-# Where there are too few sums for the whole GPU it cuts them into parts. (On Hopper a row of 16-bit numbers times a
-# matrix with dense, aligned rows takes the tiles below all the same, whose loads suit it better.) And `matmul` is
-# differentiable, for which there is no new kernel to write. With :math:`G` for the gradient that arrives,
+# Where there are too few sums for the whole GPU it cuts them into parts. (On Hopper a row of 16-bit or 8-bit numbers
+# times a matrix with dense, aligned rows takes the third rung all the same, in tiles of 16 rows, whose loads suit it
+# better.) And `matmul` is differentiable, for which there is no new kernel to write. With :math:`G` for the gradient
+# that arrives,
 #
 # .. math:: \frac{\partial L}{\partial A} = G B^{\mathsf T} \qquad \frac{\partial L}{\partial B} = A^{\mathsf T} G
 #
@@ -750,9 +752,10 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # as good as no bytes, and each number of the weights serves two operations per row: we are back on the slope, at an
 # intensity of about :math:`M`, and reading the weights at the rate of a copy is all that can be asked. A tile has at
 # least 16 rows, most of which compute nothing; that is free as long as memory is what we wait for. What counts is how
-# many bytes a multiprocessor has on its way. One row takes the small kernel for vectors, which has no tiles. From 2
-# to 16 rows the library's tiles on Hopper are :math:`16 \times 64` and walk along :math:`K` in four stages of 256
-# numbers, so that a program has 128 KiB of the weights under way at a time.
+# many bytes a multiprocessor has on its way. Here the weight is dense along :math:`K`, and one row takes the small
+# kernel for vectors, which has no tiles. From 2 to 16 rows the library's tiles for this layer are :math:`16 \times 64`
+# on Hopper, with steps of 256 numbers. Three steps lie in shared memory at a time, which is up to 96 KiB of the
+# weights.
 #
 # Here a layer of 4096 outputs and 14336 inputs gets one row, then two, four and so on, and the rate is that of all
 # bytes. (From two rows on: 4096 outputs are 64 such tiles, too few for the GPU, so :math:`K` is cut in two, as we do
@@ -815,8 +818,9 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1
 #
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
-# longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. The result needs no copy.
-# Its tiles leave by ordinary stores, in which each warp writes along a row.
+# longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. The library does this for
+# single products of 16-bit numbers; batches of such matrices, and float8, take the third rung with narrow loads. The
+# result needs no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
 #
 # The last sweep is about the epilogue. It adds a bias, which torch adds within its product, too, and applies GELU, for
 # which torch needs a second kernel.
@@ -945,9 +949,11 @@ assert torch.equal(sum(parts), x)
 #
 # .. math:: x y \approx x_0 y_0 + (x_0 y_1 + x_1 y_0) + (x_0 y_2 + x_1 y_1 + x_2 y_0)
 #
-# leaves out three terms, of about :math:`2^{-24} x y` and less. That is no more than what rounding one product takes.
-# So six products of bfloat16 tiles make one of float32 (*bf16x6*). Each is exact, the unit adds them in float32, and
-# `dot` begins with the smallest. Six products at the rate of bfloat16 are quicker than one without the matrix unit.
+# leaves out three terms. Together they are about :math:`2^{-24} x y` on average, as large as the largest error of
+# rounding one product, and at most some seven times that. All have the sign of :math:`x y`, since parts are cut and not
+# rounded. So six products of bfloat16 tiles make one of float32 (*bf16x6*). Each is exact, the unit adds them in
+# float32, and `dot` begins with the smallest. Six products at the rate of bfloat16 are quicker than one without the
+# matrix unit.
 #
 # The sums need care. The matrix unit cuts off what a sum of 24 bits has no room for, where other units round, and a
 # long row of cut sums drifts. So `dot` lets it add along one block of :math:`K` and adds the blocks up outside. And an
@@ -991,11 +997,13 @@ tg.codegen.inspect(tg.matmul, a, b)
 # The sums fill the registers. In the first line, which has tiles of 128 × 128 and 256 threads, they are 64 of a
 # thread's registers. With a tile of 128 × 256 on Hopper the 256 threads that multiply hold 128 sums each, half of what
 # a thread can have. (The table's number for Hopper is what all threads start with. Then those that only start copies
-# hand over most of theirs.) This is why a tile cannot grow for ever. Nothing is spilled to memory.
+# hand over most of theirs.) This is why a tile cannot grow for ever. Nothing is spilled to memory. (The column of
+# stages shows what the launch asks for; the ring of the kernel for Hopper has four.)
 #
-# Here is the first kernel of the table line by line, for Ampere. In TTIR, `tl.dot` is one operation on whole tiles.
-# TTGIR gives its operands a layout of their own, `#ttg.dot_op`, and its sums another, `#mma`. In PTX `ldmatrix` brings
-# the operands from shared memory in that layout, and `mma.sync` multiplies 16 × 16 by 16 × 8 numbers at a time.
+# Here is the same kernel line by line, for Ampere and a product of 1024³, for which tiles are 64 × 64 and a program has
+# four warps. In TTIR, `tl.dot` is one operation on whole tiles. TTGIR gives its operands a layout of their own,
+# `#ttg.dot_op`, and its sums another, `#mma`. In PTX `ldmatrix` brings the operands from shared memory in that layout,
+# and `mma.sync` multiplies 16 × 16 by 16 × 8 numbers at a time.
 
 a, b = torch.empty(2, 1024, 1024, dtype=torch.float16, device="meta")
 tg.codegen.listing(tg.matmul, a, b, target="sm_80")
@@ -1010,15 +1018,15 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # %%
 # Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred multiprocessors,
 # and each walks along :math:`K` in a handful of steps. In the middle *waves* matter: when 132 multiprocessors have 144
-# tiles to compute, 120 of them wait in the second round for the other 12. At 1536³ there would be 144 tiles of
-# 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
+# tiles to compute, 120 of them wait in the second round for the other 12. At 1536³ there would be 144 tiles of 128 ×
+# 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
 # :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. At 1024³ one round needs small tiles of 64 × 128, and
 # it is :measured:`matmul-fp16: triton_gallery / torch at 1024`. cuBLAS chooses among many more tiles than we do: the
 # name of its kernel for 1536³ speaks of 192 × 96, which makes 128 tiles, and of clusters of two multiprocessors. We
 # tried both. Triton's shapes are powers of two, so 96 columns are two products, of 64 and of 32, and what the better
-# number of tiles gained, that lost again, all but a few hundredths. In a cluster, one copy brings a tile to both
-# multiprocessors (Gluon has that since Triton 3.9). Of the sizes that we tried, products from 6144³ on gained a
-# hundredth, and small ones lost several.
+# number of tiles gained, that lost again, nearly all. In a cluster, one copy brings a tile to both multiprocessors
+# (Gluon has that since Triton 3.9). Of the sizes that we tried, products from 6144³ on gained a little, and small ones
+# lost more. (Neither stands in a record.)
 #
 # Large products are limited by the matrix unit and by the power it may draw. In float16 we are even with torch or a few
 # per cent behind from 2048³ on; at 3072³ we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate
@@ -1034,8 +1042,9 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, so that no
 # median reaches it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
 #
-# In float32, which torch multiplies number by number, six products of bfloat16 bring
-# :measured:`matmul-fp32: triton_gallery / torch at 4096` of torch's rate at 4096³. Below 768³ we are slower, at
+# In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
+# triton_gallery / torch at 4096` of torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery /
+# torch at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. Below 768³ we are slower, at
 # :measured:`matmul-fp32: triton_gallery / torch at 512` at 512³: there are few tiles, and cuBLAS has more ways to cut
 # them.
 #
@@ -1063,12 +1072,11 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
 # other one at 1024³, where a launch counts. In larger products the trip that they save has to make up for what the
-# product alone is behind, and here it does not: at 4096³ we are at
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` of `torch.compile`, at 8192³ at
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (In an earlier record the same machine code was ahead at
-# 4096³. Products of this size run at the limit of the GPU's power, and a few per cent are the run's own.) While a tile
-# is on its way out the matrix unit waits, so each instruction of the activation counts: this one squares the inverse of
-# a root, which the GPU has an instruction for, where an earlier version took a quotient.
+# product alone is behind, and here it does not: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery / peers
+# at 4096` of `torch.compile`, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (Products of
+# this size run at the limit of the GPU's power, and a few per cent are the run's own.) While a tile is on its way out
+# the matrix unit waits, so each instruction of the activation counts: this one squares the inverse of a root, which the
+# GPU has an instruction for, and needs no division.
 
 # %%
 # Break it: forget the short group

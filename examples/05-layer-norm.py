@@ -101,8 +101,8 @@ def layer_norm_two_pass(x, w, b, eps=1e-5):
 
 
 # %%
-# We check both versions on a shape that divides by nothing. Keep this kernel in mind: it passes here, and it has a
-# flaw that we come back to.
+# We check both versions on an awkward shape, of which no block size is a divisor. Keep this kernel in mind: it passes
+# here, and it has a flaw that we come back to.
 
 M, N = (1151, 8190) if DEVICE.type != "cpu" else (115, 819)
 x = torch.randn(M, N, device=DEVICE)
@@ -144,7 +144,7 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 #   branch costs nothing when it runs. Without a mean, the kernel computes RMS norm.
 # - `n // ALIGN * ALIGN` shows the compiler multiples of 8, as on page two. Our launcher leaves `ALIGN` at 1.
 #
-# Five lines launch it. (`num_warps=8` spreads a row over 256 threads; the library takes more for longer rows.)
+# Five lines launch it. (`num_warps=8` spreads a row over 256 threads; the library chooses by the length.)
 
 
 def layer_norm_forward(x, w, b, eps=1e-5, BLOCK_M=1):
@@ -345,7 +345,7 @@ print(" 5 programs:        dw has the same bits:  ", torch.equal(grads[1], other
 # What do the partial rows cost? They are written and read once, `dw` and `db`, four bytes per element. The passes
 # over `x`, `dy` and `dx` move two bytes per element each in float16:
 
-n_rows, n_cols, n_programs = 4096, 4096, 2 * 132  # two programs on each multiprocessor of an H200
+n_rows, n_cols, n_programs = 4096, 4096, 2 * 132  # twice as many as an H200 has multiprocessors
 extra, useful = 2 * 2 * n_programs * n_cols * 4, 3 * n_rows * n_cols * 2
 print(f"partial rows add {extra / useful:.0%} to the traffic of the backward pass")
 
@@ -355,14 +355,16 @@ print(f"partial rows add {extra / useful:.0%} to the traffic of the backward pas
 #
 # The public function
 # -------------------
-# `triton_gallery.layer_norm` has the signature of `torch.nn.functional.layer_norm`, any shape and stride, and
-# gradients, second ones included. It picks the tile from the length of the row.
+# `triton_gallery.layer_norm` takes the arguments of `torch.nn.functional.layer_norm`, any shape and stride, and has
+# gradients, second ones included. It picks the tile from the length of the row. `triton_gallery.rms_norm` is the same
+# without mean and bias.
 
 x3 = torch.randn(3, 5, 40, device=DEVICE, requires_grad=True)
 w3, b3 = (torch.randn(5, 40, device=DEVICE, requires_grad=True) for _ in range(2))
 y3 = tg.layer_norm(x3, (5, 40), w3, b3)
 (dx3,) = torch.autograd.grad(y3.square().sum(), x3)
 
+torch.testing.assert_close(tg.rms_norm(x3, (5, 40), w3), torch.nn.functional.rms_norm(x3, (5, 40), w3))
 torch_y3 = torch.nn.functional.layer_norm(x3, (5, 40), w3, b3)
 torch.testing.assert_close(y3, torch_y3)
 torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3), rtol=1e-4, atol=1e-4)
@@ -446,17 +448,20 @@ ladder
 
 # %%
 # Twelve trips in place of two leave at most a sixth of a copy's rate, once a matrix is larger than the L2 cache; here
-# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips would leave two thirds.
-# That is what the two loops reach at 8192 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / limit at 8192`,
-# and at no length of the chart more; a row in registers reaches
-# :measured:`layer-norm-fwd-ladder-fp16: row in registers / limit at 8192`. Each round of a loop waits for loads of its
-# own, where a program that asks for the whole row at once waits once. At 1024, 2048 and 9216 columns the loops are the
-# faster ones all the same. There it is the layout of our third kernel that decides, and not the trips.
+# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips to memory would leave two
+# thirds. The two loops do better on short rows, because the second loop still finds the row in a cache: of the rate of
+# a copy of as many bytes they reach :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at 2048`
+# at 2048 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at 8192` at 8192, and about
+# two thirds only at 12288, :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at 12288`. A row in
+# registers reaches :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes at 8192` at 8192.
+# Each round of a loop waits for loads of its own, where a program that asks for the whole row at once waits once. At
+# 1024, 2048 and 9216 columns the loops are the faster ones all the same. There it is the tile of our third kernel that
+# decides, and not the trips.
 #
-# From the row in registers to the library no trip is saved. What changes is the layout. A row of 1024 columns is little
-# work for a program of 8 warps, so the library takes two warps and gives them two rows. A row of 9216 leaves almost
-# half of our block of 16384 empty, and one of 12288 a quarter. The library takes five blocks of 2048 for the one, with
-# half a block left over, and three of 4096 for the other, with nothing:
+# From the row in registers to the library no trip is saved. What changes are the tile and its warps. A row of 1024
+# columns is little work for a program of 8 warps, so the library takes two warps and gives them two rows. A row of 9216
+# leaves almost half of our block of 16384 empty, and one of 12288 a quarter. The library takes five blocks of 2048 for
+# the one, with half a block left over, and three of 4096 for the other, with nothing:
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 9216` and
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 12288`.
 
@@ -519,8 +524,9 @@ def layer_norm_backward_atomic(dy, x, w, mean, rstd):
 
 
 # %%
-# The third version is `layer_norm_backward` from above, with two programs for each multiprocessor of an H200. All three
-# have to agree with torch.
+# The third version is `layer_norm_backward` from above, with 264 programs, twice as many as an H200 has
+# multiprocessors; from 4096 columns on only half of them have room at a time, which is one thing that the library does
+# better. All three have to agree with torch.
 
 backward_rungs = {
     "steps in torch": layer_norm_backward_unfused,
@@ -673,7 +679,8 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 
 # %%
 # Up to the slope is all that can be won, and the long rows are most of the way there. An operation more or less would
-# change nothing.
+# change nothing. (The flat roof is that of the matrix unit, which a layer norm cannot use. Its own, that of float32
+# additions, is near 33 TFLOP/s and begins near 8 operations a byte: still to the right of both passes.)
 #
 # Rows that outgrow a multiprocessor
 # ----------------------------------
@@ -843,15 +850,17 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
-# With longer rows the rate should rise. The curve of the backward pass has teeth: it drops where a row has just
-# outgrown its block, and climbs as the next one fills. Beyond :math:`N = 5120` a block has 2048 numbers. Beyond 8192 a
-# row and its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm.py`, in Gluon): `x`, `dy`
-# and the weight wait in shared memory, from where they can be read twice, and registers hold the sums alone. Up to
-# 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer rows, and those
-# of 32-bit numbers, are cut into parts, as in the forward pass. This time the programs of a row tell each other their
-# shares of the two sums that each element of `dx` needs. On other GPUs, and on Hopper where a length is no multiple of
-# 16 or a row has more than 3 MiB, rows are cut into column blocks, and the row sums need a pass of their own over `x`
-# and `dy`: five trips instead of three.
+# With longer rows the rate should rise. Up to 8192 columns the curve of the backward pass does: blocks of 1024 or,
+# beyond :math:`N = 5120`, of 2048 numbers leave little empty. Then it has teeth: it drops where a further chunk has
+# just begun, as at 8704, and climbs as this one fills. Beyond 8192 a row and its sums no longer fit into registers. On
+# Hopper they need not (`hopper/layer_norm.py`, in Gluon): `x`, `dy` and the weight wait in shared memory, from where
+# they can be read twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of
+# 4096 there, and lies on one multiprocessor. Longer rows, and those of 32-bit numbers, are cut into parts, as in the
+# forward pass. This time the programs of a row tell each other their shares of the two sums that each element of `dx`
+# needs. On other GPUs, and on Hopper where a length is no multiple of 16 or a row has more than 3 MiB, rows are cut
+# into column blocks, and the row sums need a pass of their own over `x` and `dy`: five trips instead of three. And a
+# row whose length is no multiple of 8 is loaded number by number, forward and backward: it loses more than in softmax,
+# which has a kernel for such rows. (No record holds that.)
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
 #
@@ -899,10 +908,10 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 # ---------
 # 1. Copy the forward kernel and replace the line with `tl.where` by `x = x - mean[:, None]`. For which row lengths
 #    does the check still pass? *Hint: how many lanes are padded when N is 512, and how many when it is 513?*
-# 2. Pass `None` for the mean and the bias in both launchers, and compare with `torch.nn.functional.rms_norm`.
-#    Which of the two directions is no longer taken out of the gradient, and why? *Hint: does adding a constant to a row
-#    still leave the result unchanged?*
-# 3. On a GPU, measure `layer_norm_backward` for 4096 rows of 4096 elements with 33, 132, 264 and 4096 programs.
+# 2. Pass `None` for mean and bias (and for the partial sums of `db`) to both kernels, and compare with
+#    `torch.nn.functional.rms_norm`. Which of the two directions is no longer taken out of the gradient, and why? *Hint:
+#    does adding a constant to a row still leave the result unchanged?*
+# 3. On a GPU, measure `layer_norm_backward` for 4096 rows of 4096 elements with 33, 132, 264 and 1024 programs.
 #    Explain both ends of the curve with the bytes of the partial rows and the number of multiprocessors.
 
 # %%
@@ -962,14 +971,13 @@ torch.testing.assert_close(dw_partial.sum(dim=0), expected_dw, rtol=1e-4, atol=1
 # %%
 # Solution 3: how many programs
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# With 33 programs three quarters of the 132 multiprocessors of an H200 have nothing to do. With 4096, one for each row,
-# the partial sums are as large as the matrix: two times four bytes written and read for each of its elements, where the
-# rest moves six. Between the ends lies a broad minimum. Without a GPU we count, and check that the result does not
-# depend on the number.
+# With 33 programs three quarters of the 132 multiprocessors of an H200 have nothing to do. With 1024, four rows for
+# each, the partial sums move two thirds of the bytes that all the rest does, and the second kernel has four times as
+# many rows to add up. Without a GPU we count, and check that the result does not depend on the number but for rounding.
 
 import functools
 
-for n_programs in (33, 132, 264, 4096):
+for n_programs in (33, 132, 264, 1024):
     partial, rest = 2 * 2 * n_programs * 4096 * 4, 3 * 4096 * 4096 * 2
     line = f"{n_programs:4} programs: partial sums move {partial / rest:7.1%} of what the rest moves"
     if DEVICE.type != "cpu" and not triton.knobs.runtime.interpret:

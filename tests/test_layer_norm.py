@@ -666,12 +666,25 @@ def test_opcheck(subtract_mean, device):
         torch.library.opcheck(ops.layer_norm_bwd.default, (dy, x, weight, mean, rstd, 10, *dtypes))
 
 
+def test_layer_norm_has_no_eps_of_its_own_for_none(device):
+    x = torch.randn(3, 4, device=device)
+    with pytest.raises(TypeError, match="layer_norm: eps must be a Python number, got NoneType"):
+        tg.layer_norm(x, 4, eps=None)
+    assert torch.equal(tg.rms_norm(x, 4), tg.rms_norm(x, 4, eps=torch.finfo(torch.float32).eps))
+
+
 @NORMS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_autocast_on_a_gpu_that_is_not_here_gives_torchs_dtype(norm, dtype):
-    with FakeTensorMode(), torch.autocast("cuda", torch.float16):
-        x, weight = torch.empty(4, 32, device="cuda", dtype=dtype), torch.empty(32, device="cuda", dtype=dtype)
-        assert getattr(tg, norm)(x, 32, weight).dtype == getattr(F, norm)(x, (32,), weight).dtype
+    before = torch.is_autocast_enabled("cuda")
+    # torch.autocast would switch itself off where there is no GPU.
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            x, weight = (torch.empty(*shape, device="cuda", dtype=dtype) for shape in ((4, 32), (32,)))
+            assert getattr(tg, norm)(x, 32, weight).dtype == getattr(F, norm)(x, (32,), weight).dtype
+    finally:
+        torch.set_autocast_enabled("cuda", before)
 
 
 @pytest.mark.gpu

@@ -17,8 +17,7 @@ def test_code_runs(device):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert '"cuda"' in code
     names = {}
-    assert "1823, 781" in code  # fewer rows, which the interpreter takes one after another
-    exec(code.replace('"cuda"', repr(device.type)).replace("1823, 781", "23, 781"), names)
+    exec(code.replace('"cuda"', repr(device.type)), names)
     assert names["x"].grad.abs().max() > 0
 
 

@@ -1,7 +1,7 @@
 """Products of float32 tiles on the units that multiply matrices of bfloat16, as exact as float32 can show.
 
-A float32 number is the sum of three bfloat16 numbers, so a product is the sum of nine. The three smallest are below
-what float32 shows of it; the others are "bf16x6", as Triton calls it, too.
+A float32 number is the sum of three bfloat16 numbers, so a product is the sum of nine. The three smallest are at the
+edge of what float32 shows of it; the others are "bf16x6", as Triton calls it, too.
 """
 
 import torch
@@ -24,7 +24,7 @@ def dot_precision(x: torch.Tensor, reduced: bool) -> str:
 
 @triton.jit
 def _three_bf16(x):
-    """Three bfloat16 numbers with 8 of the 24 bits of x each, whose sum is x; less of them for numbers below 1e-33."""
+    """Three bfloat16 numbers with 8 of the 24 bits of x each, whose sum is x; fewer of them for numbers below 1e-33."""
     # What bfloat16 has no room for is cut off. Rounding could make the largest numbers infinite.
     first = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
     # Infinity leaves no rest.

@@ -788,7 +788,7 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
         if tuple(param.shape) != normalized_shape:
             raise ValueError(f"{op}: {name} must have shape {normalized_shape}, got {tuple(param.shape)}")
     check_same_device(op, x=x, weight=weight, bias=bias)
-    if eps is None:
+    if eps is None and op == "rms_norm":
         eps = torch.finfo(_compute_dtype(x)).eps
     if isinstance(eps, bool) or not isinstance(eps, NUMBERS):
         raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}")
@@ -832,12 +832,12 @@ def layer_norm(
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
         costs no accuracy. Rows of any length work: up to 24576 elements (12288 in float64) stay in registers, and up to
         96 KiB of a row that can be read 16 bytes at a time; longer ones are read twice. The gradients keep up to 8192
-        elements there (at most 2048 in float64). On Hopper, longer rows stay on the chip and are read once, up to 7 MiB
-        of a row forward (or of the weight, where it is wider) and 3 MiB backward on an H200, if they are not float64,
-        the number of their elements is a multiple of 16, they begin at multiples of 16 elements, and the incoming
-        gradient is as wide as x and lies in memory likewise. The gradients are deterministic: the same inputs on the
-        same GPU give the same bits. Second derivatives are supported by autograd, through torch operations, and not by
-        the transforms of ``torch.func``.
+        elements there: 4096 in float32 where a row cannot be read 16 bytes at a time, at most 2048 in float64. On
+        Hopper, longer rows stay on the chip and are read once, up to 7 MiB of a row forward (or of the weight, where it
+        is wider) and 3 MiB backward on an H200, if they are not float64, the number of their elements is a multiple of
+        16, they begin at multiples of 16 elements, and the incoming gradient is as wide as x and lies in memory
+        likewise. The gradients are deterministic: the same inputs on the same GPU give the same bits. Second
+        derivatives are supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery

@@ -573,7 +573,7 @@ def matmul(
     Args:
         a: shape (..., M, K) or (K,), any strides; float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
         b: shape (..., K, N) or (K,), any strides, of a's dtype; the two float8 dtypes mix. Batch dimensions broadcast.
-        bias: added to every row: shape (N,), (1,) or (), in the dtype of the result.
+        bias: added to every row: shape (N,), (1,) or (), in the dtype of the result; one number where b is a vector.
         activation: None, "relu", "gelu" (with the error function, not the approximation by tanh), "silu" or
             "leaky_relu" (slope 0.01).
         precision: "highest" multiplies all bits of float32 numbers; "high" and "medium" let the GPU round them to
@@ -589,18 +589,20 @@ def matmul(
     Raises:
         TypeError: an argument is no tensor, its dtype is not supported or does not match, or it is float8 and requires
             a gradient.
-        ValueError: shapes do not match, the devices differ, or activation or precision is none of the names above.
+        ValueError: shapes do not match, the devices differ or cannot run a kernel, activation or precision is none of
+            the names above, or the dtype is float8_e4m3fn on an NVIDIA GPU before compute capability 8.9.
 
     Notes:
         Sums are kept in float32 (float64 for float64); bias and activation are applied to them before the one rounding.
-        Every call adds in the same order, so results repeat bit for bit. When a gradient is needed, "gelu" and "silu"
-        store the values before the activation as well; the other activations are differentiated from the result.
-        Gradients of any order are matrix products by the same kernels. Where a sum is cut into parts, as for small
-        results of long sums, each part needs room for a copy of the result in the dtype of the sums, and on Hopper
-        16-bit and float32 matrices whose rows are no multiples of 16 bytes are copied first where that is quicker.
-        Under :class:`torch.autocast` a, b and bias are cast as torch casts them. AMD GPUs multiply float32 as it is.
-        Hopper, for "highest", takes each number apart into three of bfloat16 and adds up the six products that float32
-        can show; of numbers below 1e-33 fewer bits count.
+        Every call adds in the same order, so results repeat bit for bit for tensors that lie alike in memory. When a
+        gradient is needed, "gelu" and "silu" store the values before the activation as well; the other activations are
+        differentiated from the result. Gradients of any order are matrix products by the same kernels. Where a sum is
+        cut into parts, as for small results of long sums, each part needs room for a copy of the result in the dtype of
+        the sums, and on Hopper single products copy both matrices first where that is quicker: in 16 bits if rows do
+        not begin at multiples of 16 bytes, in float32 if they cannot be read 16 bytes at a time, and for TensorFloat-32
+        unless both are dense along K. Under :class:`torch.autocast` a, b and bias are cast as torch casts them. AMD
+        GPUs multiply float32 as it is. Hopper, for "highest", takes each number apart into three of bfloat16 and adds
+        up the six products that float32 can show; of numbers below 1e-33 fewer bits count.
 
     Example:
         >>> import torch, triton_gallery
@@ -661,13 +663,16 @@ def _checked_operands(
         raise ValueError(f"matmul: a.shape[-1] must equal b.shape[{axis}], got shapes {shapes}")
     if bias is not None and bias.dtype != _result_dtype(a.dtype):
         dtype = _name(_result_dtype(a.dtype))
-        raise TypeError(f"matmul: bias must have the result's dtype, {dtype}, got {_name(bias.dtype)}")
+        raise TypeError(
+            f"matmul: bias must have the result's dtype, {dtype}, got {_name(bias.dtype)}; convert it with .to()"
+        )
     return a, b, bias
 
 
 def _expand_bias(bias: torch.Tensor, N: int) -> torch.Tensor:
     if bias.dim() > 1 or (bias.numel() != 1 and bias.numel() != N):
-        raise ValueError(f"matmul: bias must have a shape that broadcasts to ({N},), got {tuple(bias.shape)}")
+        hint = "; with one column, or a vector b, it is one number" if N == 1 else ""
+        raise ValueError(f"matmul: bias must have a shape that broadcasts to ({N},), got {tuple(bias.shape)}{hint}")
     return bias.expand(N)
 
 

@@ -107,7 +107,7 @@ class Trace:
         return self._counts(argument, self.loads(argument, program))
 
     def store_counts(self, argument: str, program: int | tuple | None = None) -> np.ndarray:
-        """How often each element of an argument was stored; more than once is a race, unless it is atomic."""
+        """How often each element of an argument was stored; by several programs is a race, unless it is atomic."""
         return self._counts(argument, self.stores(argument, program))
 
     def owner(self, argument: str) -> np.ndarray:

@@ -1,11 +1,12 @@
 """How Hopper computes a product of 16-bit or 8-bit matrices: by which kernel, in which tiles, in how many parts.
 
-Three things are decided here, from the sizes alone, so that equal calls give equal bits:
+Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
 - Large products go to the kernel that works with TMA and specialized warps, small and thin ones to the pointer kernel.
 - Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
   tile in float32, and a second kernel adds up the parts, always in the same order.
-- TMA wants rows that begin at multiples of 16 bytes. All but tiny matrices with other rows are copied to ones that do.
+- TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
+  ones that do, if the product is not tiny.
 
 The rates below are what we measured on an H200, rounded; they only have to put the choices into the right order.
 """
@@ -228,7 +229,7 @@ def zero_padded(x: torch.Tensor) -> torch.Tensor:
 def _copies_pay(M: int, N: int, K: int) -> bool:
     """Whether wide loads save more than copies of both matrices cost.
 
-    80 against 600 TFLOP/s, but no fewer than 22 numbers along K in a microsecond; and each byte is moved twice.
+    80 against 600 TFLOP/s, but no more than 22 numbers along K in a microsecond; and each byte is moved twice.
     """
     operations, n_elements = 2 * M * N * K, M * K + K * N
     return min(M, N) >= 64 and max(operations / 80e6, K / 22) > operations / 600e6 + 10 + 4 * n_elements / 3e6
