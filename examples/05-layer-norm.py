@@ -680,7 +680,7 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # %%
 # Up to the slope is all that can be won, and the long rows are most of the way there. An operation more or less would
 # change nothing. (The flat roof is that of the matrix unit, which a layer norm cannot use. Its own, that of float32
-# additions, is near 33 TFLOP/s and begins near 8 operations a byte: still to the right of both passes.)
+# additions, is some thirty times lower and begins near 8 operations a byte: still to the right of both passes.)
 #
 # Rows that outgrow a multiprocessor
 # ----------------------------------
