@@ -15,7 +15,16 @@ F16, BF16, F32, F64, F8 = torch.float16, torch.bfloat16, torch.float32, torch.fl
 HALF, FLOATS = (F16, BF16), (F16, BF16, F32, F64)
 
 # Bytes of shared memory that one program can have.
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+SHARED_LIMIT = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "gfx942": 64 * 1024,
+}
+# With two of NVIDIA's whose programs have less shared memory.
+SMALL = (*codegen.TARGETS, "sm_86", "sm_120")
 
 
 class T(tuple):
@@ -87,6 +96,7 @@ CASES = [
     Case("layer_norm", [(4096, 5000)], (F16,), {"normalized_shape": [5000], "weight": (5000,), "bias": (5000,)}),
     Case("layer_norm", [(4096, 5120)], (F16,), {"normalized_shape": [5120], "weight": (5120,), "bias": (5120,)}),
     Case("layer_norm", [(4096, 8192)], (F16, F64), {"normalized_shape": [8192], "weight": (8192,), "bias": (8192,)}),
+    Case("layer_norm", [(4096, 8192)], (F32,), {"normalized_shape": [8192], "weight": (8192,)}, targets=SMALL),
     Case("layer_norm", [(4096, 9216)], HALF, {"normalized_shape": [9216], "weight": (9216,), "bias": (9216,)}),
     Case("layer_norm", [(4096, 12288)], HALF, {"normalized_shape": [12288], "weight": (12288,), "bias": (12288,)}),
     Case("layer_norm", [(4096, 15872)], (F16,), {"normalized_shape": [15872], "weight": (15872,), "bias": (15872,)}),
@@ -99,7 +109,7 @@ CASES = [
     Case("layer_norm", [(4, 1048576)], (F16,), {"normalized_shape": [1048576]}, targets=("sm_90",)),
     Case("rms_norm", [(4096, 4096)], (F16, F32), {"normalized_shape": [4096], "weight": (4096,)}),
     Case("rms_norm", [(4096, 16384)], (BF16,), {"normalized_shape": [16384], "weight": (16384,)}),
-    Case("matmul", [MATRIX, MATRIX], HALF, matrix=True),
+    Case("matmul", [MATRIX, MATRIX], HALF, matrix=True, targets=SMALL),
     Case("matmul", [MATRIX, T(1024, 1024)], (F16,), matrix=True),
     Case("matmul", [MATRIX, MATRIX], (F8,), matrix=True, targets=("sm_90", "sm_100")),
     Case("matmul", [MATRIX, MATRIX], (F32, F64)),
@@ -117,8 +127,8 @@ CASES = [
     Case("matmul", [(16, 4096), T(4096, 14336)], (F16, F8), matrix=True, targets=("sm_90",)),
     Case("matmul", [(256, 8192), (8192, 256)], (F16,), {"bias": (256,), "activation": "gelu"}, True, ("sm_90",)),
     Case("matmul", [(512, 16384), T(16384, 512)], (F16, F8), matrix=True, targets=("sm_90",)),
-    Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), matrix=True),
-    Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True),
+    Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), matrix=True, targets=SMALL),
+    Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True, targets=SMALL),
     Case("attention", [(2, 4, 1000, 80)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90", "gfx942")),
     Case("attention", [(2, 4, 1000, 128)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",), slow=True),
     Case("attention", [(2, 4, 1000, 192)] * 2 + [(2, 4, 1000, 128)], (F16,), {"is_causal": True}, True, ("sm_90",)),
@@ -164,6 +174,7 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("layer_norm 4096x49152", "sm_90"): (8, "the same"),
     ("matmul 4096x4096 4096 float64", "sm_90"): (8, "a value of 8 bytes, with Triton 3.9 alone"),
     ("matmul 4096x4096 4096 float64", "sm_100"): (8, "the same"),
+    ("matmul 1024x1024 1024x1024", "sm_120"): (12, "three values: ptxas sets itself a limit of 80 registers"),
     ("matmul 16x4096 T(4096x14336)", "sm_90"): (32, "a few of the addresses of four stages"),
     ("attention 4x8x2048x128", "sm_90"): (512, "dk and dv fill the consumers' registers; addresses make room"),
     ("attention 4x8x1x128", "sm_90"): (512, "the same kernel"),
@@ -230,7 +241,7 @@ def test_compiles_within_limits(compiled, name, target):
 
 def test_expected_spills_name_cases():
     for part, target in EXPECTED_SPILLS:
-        assert target in codegen.TARGETS and any(part in name for name in CALLS), part
+        assert target in SHARED_LIMIT and any(part in name for name in CALLS), part
 
 
 @pytest.mark.xdist_group("rows")

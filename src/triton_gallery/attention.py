@@ -690,15 +690,13 @@ def _config(
         kind = "interpreter"
     else:
         kind = {torch.float32: "float32", torch.float64: "float64"}.get(dtype, "16-bit")
-        arch = cuda_arch(device)
         if is_amd(device):
             kind += ", AMD"
         elif precision == "bf16x6":
             kind += ", Hopper"
-        elif use_tma and arch < 120:
-            # Only for descriptors: pointers take the registers that these larger tiles need. 120 is a Blackwell without
-            # tensor memory, and with the shared memory of older consumer GPUs.
-            kind += ", Hopper" if arch == 90 else ", Blackwell"
+        elif use_tma:
+            # Only for descriptors: pointers take the registers that these larger tiles need.
+            kind += ", Hopper" if is_hopper(device) else ", Blackwell"
     tiles = next(tiles for largest, tiles in _TILES[kind].items() if widest <= largest)
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tiles[kernel], strict=True))
 
@@ -716,9 +714,13 @@ def _alignment(*tensors: torch.Tensor) -> int:
 
 
 def _use_tma(*tensors: torch.Tensor) -> bool:
-    """Whether TMA can load tiles of the tensors: 16-bit elements, rows on 16-byte boundaries."""
+    """Whether TMA can load tiles of the tensors, and should: 16-bit elements, rows on 16-byte boundaries.
+
+    From 120 on, a Blackwell has neither tensor memory nor instructions that read both operands from shared memory: what
+    TMA brings there goes through registers all the same, and was seen to need more of them than what pointers load.
+    """
     return (
-        cuda_arch(tensors[0].device) >= 90
+        90 <= cuda_arch(tensors[0].device) < 120
         and tensors[0].element_size() == 2
         and _alignment(*tensors) == 8
         and all(x.numel() > 0 for x in tensors)
