@@ -5,7 +5,9 @@ import hashlib
 import importlib
 import os
 import re
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import gallery
 import inventories
 import preflight
 import pytest
+import torch
 
 import triton_gallery
 
@@ -604,6 +607,18 @@ def test_preflight_names_a_wrong_torch_or_triton(monkeypatch, versions, pin, mes
     monkeypatch.setattr(metadata, "version", lambda name: installed.get(name, "1.0"))
     monkeypatch.setattr(metadata, "requires", lambda name: [pin] if pin else [])
     assert preflight.problem("site").startswith(message)
+
+
+def test_preflight_names_what_launches_lack(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
+    assert "Python.h, which is missing" in preflight.problem("gpu")
+    (tmp_path / "Python.h").touch()
+    assert preflight.problem("gpu") is None
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "needs a C compiler" in preflight.problem("site")
 
 
 # --- the glossary's terms ---------------------------------------------------------------------------------------------

@@ -46,11 +46,25 @@ def problem(kind):
         pin = re.match(r"triton\s*==\s*([\d.]+)", requirement)
         if pin and numbers(pin[1]) != numbers(versions["triton"]):
             return f"torch {versions['torch']} goes with triton {pin[1]}, and {sys.executable} has {versions['triton']}"
-    if kind == "gpu":
-        import torch
+    import torch
 
-        if torch.accelerator.current_accelerator(check_available=True) is None:
-            return "there is no GPU to measure on"
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        return "there is no GPU to measure on" if kind == "gpu" else None
+    return missing_for_launches()
+
+
+def missing_for_launches():
+    """What Triton lacks to compile the C code with which it launches kernels, or None."""
+    import os
+    import pathlib
+    import shutil
+    import sysconfig
+
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "to launch kernels Triton needs a C compiler, gcc or clang in the PATH, or another whose name is in CC"
+    header = pathlib.Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if not header.exists():
+        return f"to launch kernels Triton needs {header}, which is missing; Debian has it in python3-dev"
     return None
 
 
