@@ -782,6 +782,7 @@ REFUSED = {
     "scale of bool": (qkv(), {"scale": True}, TypeError, "scale must be a number or None, got bool"),
     "scale of NaN": (qkv(), {"scale": NAN}, ValueError, "scale must be finite, got nan"),
     "infinite scale": (qkv(), {"scale": INF}, ValueError, "scale must be finite, got inf"),
+    "huge scale": (qkv(), {"scale": 10**400}, ValueError, "scale must fit into float64, got an int of 1329 bits"),
     "is_causal of int": (qkv(), {"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
     "enable_gqa of None": (qkv(), {"enable_gqa": None}, TypeError, "enable_gqa must be True or False, got None"),
     "return_lse of int": (qkv(), {"return_lse": 0}, TypeError, "return_lse must be True or False, got 0"),

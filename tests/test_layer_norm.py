@@ -580,18 +580,26 @@ def test_inputs_and_gradients_stay_unmodified(norm, device):
 REFUSED = {
     "no tensor": (lambda x: ([1.0], 1), TypeError, "x must be a torch.Tensor, got list"),
     "integers": (lambda x: (x.int(), 4), TypeError, "x must have one of the dtypes .*, got int32"),
-    "another length": (lambda x: (x, 5), ValueError, r"normalized_shape must name .* \(3, 4\), got \(5,\)"),
-    "leading dims": (lambda x: (x, (3,)), ValueError, r"normalized_shape must name .* \(3, 4\), got \(3,\)"),
-    "too many dims": (lambda x: (x, (2, 3, 4)), ValueError, r"normalized_shape must name .*, got \(2, 3, 4\)"),
-    "no dims": (lambda x: (x, ()), ValueError, r"normalized_shape must name .*, got \(\)"),
-    "0-d x": (lambda x: (x[0, 0], ()), ValueError, r"normalized_shape must name .*, got \(\)"),
+    "another length": (lambda x: (x, 5), ValueError, r"normalized_shape must be the sizes of .* \(3, 4\), got \(5,\)"),
+    "leading dims": (lambda x: (x, (3,)), ValueError, r"normalized_shape must be the sizes of .* \(3, 4\), got \(3,\)"),
+    "too many dims": (
+        lambda x: (x, (2, 3, 4)),
+        ValueError,
+        r"normalized_shape must be .*, got \(2, 3, 4\)",
+    ),
+    "no dims": (lambda x: (x, ()), ValueError, r"normalized_shape must be the sizes of .*, got \(\)"),
+    "0-d x": (lambda x: (x[0, 0], ()), ValueError, r"normalized_shape must be the sizes of .*, got \(\)"),
     "a fraction": (lambda x: (x, 4.0), TypeError, "normalized_shape must be an int or a sequence of ints, got 4.0"),
+    "fractions": (lambda x: (x, (4.0,)), TypeError, r"normalized_shape must be an int or .* ints, got \(4.0,\)"),
+    "a string": (lambda x: (x, "4"), TypeError, "normalized_shape must be an int or a sequence of ints, got '4'"),
+    "a position": (lambda x: (x, -1), ValueError, r"normalized_shape must be the sizes of .* \(3, 4\), got \(-1,\)"),
     "2-d weight": (lambda x: (x, 4, x), ValueError, r"weight must have shape \(4,\), got \(3, 4\)"),
     "scalar weight": (lambda x: (x, 4, 2.0), TypeError, "weight must be a torch.Tensor, got float"),
 }
 EPS = {
     "bool": (True, TypeError, "eps must be a Python number, got bool"),
     "NaN eps": (math.nan, ValueError, "eps must be a number, got nan"),
+    "huge eps": (10**400, ValueError, "eps must fit into float64, got an int of 1329 bits"),
     "tensor eps": (torch.ones(()), TypeError, "eps must be a Python number, got Tensor"),
 }
 

@@ -1,6 +1,7 @@
 """Attention: scores that never reach memory, forward and backward, for every length, head dimension and stride."""
 
 import math
+import sys
 
 import torch
 import triton
@@ -1188,6 +1189,8 @@ def _checked_scale(scale: float | None, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, NUMBERS):
         raise TypeError(f"attention: scale must be a number or None, got {type(scale).__name__}")
+    if isinstance(scale, int) and abs(scale) > sys.float_info.max:
+        raise ValueError(f"attention: scale must fit into float64, got an int of {scale.bit_length()} bits")
     # Infinity and NaN alone; torch.compile cannot trace math.isfinite of a number that it treats as dynamic.
     if scale - scale != 0:
         raise ValueError(f"attention: scale must be finite, got {scale}")

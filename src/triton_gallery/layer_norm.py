@@ -1,6 +1,7 @@
 """Layer norm and RMS norm: statistics of a row in registers, and gradients of the weights without locks."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -764,14 +765,13 @@ def _gradients_in_torch(dy, x, weight, n_cols, eps, subtract_mean):
 
 def _normalize(op, x, normalized_shape, weight, bias, eps):
     check_tensor(op, "x", x)
-    if isinstance(normalized_shape, INTS):
-        normalized_shape = (normalized_shape,)
-    elif not isinstance(normalized_shape, Sequence):
+    sizes = (normalized_shape,) if isinstance(normalized_shape, INTS) else normalized_shape
+    if not isinstance(sizes, Sequence) or any(isinstance(size, str | float | bool) for size in sizes):
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
-    normalized_shape = tuple(normalized_shape)
+    normalized_shape = tuple(sizes)
     if not normalized_shape or tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:
         shapes = f"x of shape {tuple(x.shape)}, got {normalized_shape}"
-        raise ValueError(f"{op}: normalized_shape must name the last dimensions (at least one) of {shapes}")
+        raise ValueError(f"{op}: normalized_shape must be the sizes of the last dimensions (at least one) of {shapes}")
     # torch's autocast runs layer norm in float32, and RMS norm since 2.12: here x is read as it is, and only the output
     # is float32.
     half = x.dtype in (torch.float16, torch.bfloat16)
@@ -792,10 +792,13 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     if eps is None and op == "rms_norm":
         eps = torch.finfo(_compute_dtype(x)).eps
     if isinstance(eps, bool) or not isinstance(eps, NUMBERS):
-        raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}")
+        hint = "; RMS norm has no bias" if op == "rms_norm" and isinstance(eps, torch.Tensor) else ""
+        raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}{hint}")
     # NaN alone differs from itself; torch.compile cannot trace math.isnan of a number that it treats as dynamic.
     if eps != eps:
         raise ValueError(f"{op}: eps must be a number, got {eps}")
+    if isinstance(eps, int) and abs(eps) > sys.float_info.max:
+        raise ValueError(f"{op}: eps must fit into float64, got an int of {eps.bit_length()} bits")
     subtract_mean = op == "layer_norm"
     arguments = x, weight, bias, math.prod(x.shape[-len(normalized_shape) :]), eps, subtract_mean, out_dtype
     return apply(_LayerNorm, *arguments) if needs_autograd(x, weight, bias) else _layer_norm_fwd(*arguments)[0]
