@@ -119,16 +119,17 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # elements, more than most rows have. If we load the whole row at once, it is still there when the mean is known, still
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
-# This is the kernel that the package ships, quoted from its source.
+# This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below.
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
 # %%
 # Line by line:
 #
-# - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the next power of two
-#   above the row's length :math:`N`, so a tile always holds whole rows. A long row fills a tile alone; short rows
-#   share one, or most threads would have nothing to do.
+# - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the least power of two that
+#   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. The package makes tiles of 2048
+#   numbers: two rows of 1024, or 32 of 64, because with one short row to a program most threads would have nothing to
+#   do.
 # - `COMPUTE_DTYPE` is the dtype of the statistics: float32, and float64 for float64 input. What is loaded is widened
 #   at once, and narrowed again only by the last store.
 # - `mean` is :math:`\mu`. Lanes beyond the row's end were loaded as 0, and 0 adds nothing to a sum.
@@ -241,8 +242,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # - In the second kernel a program owns 16 columns, loads all partial rows of them as one tile and adds them up.
 # - `PDL` stands for *programmatic dependent launch*, which NVIDIA's GPUs have from Hopper on. The first kernel calls
 #   `gdc_launch_dependents` when it has nothing left to do but store its sums. Then the GPU starts programs of the
-#   second one wherever there is room, and those wait in `gdc_wait` until the first kernel has ended. It saves a
-#   microsecond or two between the kernels. Our launcher below leaves it off.
+#   second one wherever there is room, and those wait in `gdc_wait` until the first kernel has ended. What it saves
+#   is the start of the second kernel. Our launcher below leaves it off.
 #
 # Rows of 1025 to 8192 numbers of 16 bits take a kernel that sums the same way, but cuts a row into equal blocks, as the
 # forward pass will do below, and keeps `x` and `dy` as they were loaded (`_layer_norm_bwd_blocks_kernel`). The next
@@ -703,7 +704,7 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # programs. A part has up to 7 KiB, and its program a single warp, of which a multiprocessor holds eight. That leaves
 # each of them an eighth of the registers, and there it keeps weight and bias: all of its rows share them. An earlier
 # version had more and smaller programs, which loaded both again for each row. That is twice as many bytes as `x` has,
-# from the L2 cache, and the longest rows came to four fifths of a copy's rate.
+# from the L2 cache, and the longest rows stayed far below a copy's rate.
 
 
 @tg.benchmark.perf_report(
@@ -818,8 +819,9 @@ shapes_report
 #
 # The registers are the budget
 # ----------------------------
-# The whole design rests on rows and sums that stay in registers, so we ask the compiler how many it used. A thread has
-# at most 255 of them. A spill would mean that something went to memory after all.
+# The whole design rests on rows and sums that stay in registers, so we ask the compiler how many it used. On NVIDIA's
+# GPUs a thread has at most 255 of them, and at most 128 where a program has 16 warps, because a multiprocessor has
+# 65536 registers and such a program 512 threads. A spill would mean that something went to memory after all.
 
 x_meta = torch.empty(4096, 8192, dtype=torch.float16, device="meta")
 w_meta = torch.empty(8192, dtype=torch.float16, device="meta")
