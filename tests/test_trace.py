@@ -148,6 +148,13 @@ def test_numbers_of_programs_count_axis_0_fastest(device):
     np.testing.assert_array_equal(out.cpu(), np.arange(24))
 
 
+@pytest.mark.parametrize("program", [4, -1, (4,), (0, 1), (0, 0, 0, 0)], ids=str)
+def test_programs_outside_the_grid_are_refused(program, device):
+    trace, _, _ = traced_copy(device)
+    with pytest.raises(ValueError, match=r"program must lie in the grid of \(4, 1, 1\) programs, got"):
+        trace.loads("x_ptr", program=program)
+
+
 def test_atomics_are_loads_and_stores(device):
     counter, lock = torch.zeros(2, 3, dtype=torch.int32, device=device)
     trace = tg.trace(_count_kernel, (5,), counter, lock)

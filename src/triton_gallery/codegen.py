@@ -57,7 +57,8 @@ class Kernel:
         name: the kernel's name.
         target: "sm_90", "gfx942", ...
         num_warps: warps of a program, those that the compiler added to specialise them included.
-        num_stages: stages of the pipelined loops.
+        num_stages: stages of the pipelined loops, as the launch asks for them. A `tl.range` with stages of its own does
+            not follow it, nor do kernels in Gluon.
         registers: registers of a thread, in 32-bit units.
         spills: bytes of a thread that did not fit into registers and travel through memory.
         stack: bytes of a thread's stack.

@@ -42,7 +42,7 @@ def _grouped_tile(i, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """The activation named by ACTIVATION, as exactly as a result in DTYPE shows it; NaN stays NaN, as in torch."""
+    """The activation named by ACTIVATION, for a result in DTYPE; NaN stays NaN, as in torch."""
     if ACTIVATION == "relu":
         x = tl.where(x < 0, 0.0, x)
     elif ACTIVATION == "leaky_relu":
@@ -52,8 +52,9 @@ def _activate(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
             x = 0.5 * x * (1 + tl.erf(0.7071067811865476 * x))
         else:
             # The error function takes some forty operations. Formula 7.1.26 of Abramowitz and Stegun takes a third of
-            # that for half of 1 - erf(abs(x) / sqrt(2)), and its error of 1e-7 is lost in a result of 16 bits. Its
-            # quotient is a square of 1 / sqrt, an instruction of the GPU; a division has to mind the largest numbers.
+            # that for half of 1 - erf(abs(x) / sqrt(2)). Its error of 1e-7 is lost in a result of 16 bits, but for
+            # results below 1e-6, which only bfloat16 has: there it grows to some percent of them. Its quotient is a
+            # square of 1 / sqrt, an instruction of the GPU; a division has to mind the largest numbers.
             root = tl.rsqrt(1 + 0.23164189 * tl.abs(x))
             t = root * root
             series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
@@ -574,8 +575,8 @@ def matmul(
         a: shape (..., M, K) or (K,), any strides; float16, bfloat16, float32, float64, float8_e4m3fn or float8_e5m2.
         b: shape (..., K, N) or (K,), any strides, of a's dtype; the two float8 dtypes mix. Batch dimensions broadcast.
         bias: added to every row: shape (N,), (1,) or (), in the dtype of the result; one number where b is a vector.
-        activation: None, "relu", "gelu" (with the error function, not the approximation by tanh), "silu" or
-            "leaky_relu" (slope 0.01).
+        activation: None, "relu", "gelu" (with the error function, not the approximation by tanh; where the result has
+            16 bits within 3e-7 of it), "silu" or "leaky_relu" (slope 0.01).
         precision: "highest" multiplies all bits of float32 numbers; "high" and "medium" let the GPU round them to
             TensorFloat-32, which has 10 bits of mantissa. None follows torch's setting, by
             :func:`torch.set_float32_matmul_precision` or ``torch.backends.cuda.matmul.fp32_precision``. For float8,

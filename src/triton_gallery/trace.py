@@ -134,8 +134,11 @@ class Trace:
     def _select(self, kinds: tuple[str, ...], argument: str, program: int | tuple | None) -> list[Access]:
         if argument not in self.arguments:
             raise ValueError(f"trace: argument must be one of {', '.join(self.arguments)}, got {argument!r}")
-        if isinstance(program, tuple):
-            program = self.number((*program, 0, 0)[:3])
+        if program is not None:
+            ids, grid = (program, self.grid) if isinstance(program, tuple) else ((program,), (self.n_programs,))
+            if len(ids) > 3 or not all(0 <= i < n for i, n in zip(ids, grid, strict=False)):
+                raise ValueError(f"trace: program must lie in the grid of {self.grid} programs, got {program!r}")
+            program = self.number((*ids, 0, 0)[:3]) if isinstance(program, tuple) else program
         return [
             access
             for access in self.accesses
