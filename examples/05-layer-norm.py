@@ -697,14 +697,14 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
 #
 # On Hopper the library does not let go. A row of more than 24576 numbers lies in parts on several multiprocessors, up
-# to 7 MiB of it on an H200, if its length and its begin are multiples of 16 numbers. The programs of the parts tell
-# each other what they have found: page two explains how they can, why that needs a *cooperative* launch, and that they
-# send what they have found of a row before they write the row ahead of it. There they exchange a maximum and a sum,
-# here a mean and a sum of squared distances, and Chan's formula from above, which joined the lanes of a program, joins
-# programs. A part has up to 7 KiB, and its program a single warp, of which a multiprocessor holds eight. That leaves
-# each of them an eighth of the registers, and there it keeps weight and bias: all of its rows share them. An earlier
-# version had more and smaller programs, which loaded both again for each row. That is twice as many bytes as `x` has,
-# from the L2 cache, and the longest rows stayed far below a copy's rate.
+# to 7 MiB of it on an H200. The programs of the parts tell each other what they have found: page two explains how they
+# can, why that needs a *cooperative* launch, and that they send what they have found of a row before they write the row
+# ahead of it. There they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula
+# from above, which joined the lanes of a program, joins programs. A part has up to 7 KiB, and its program a single
+# warp, of which a multiprocessor holds eight. That leaves each of them an eighth of the registers, and there it keeps
+# weight and bias: all of its rows share them. An earlier version had more and smaller programs, which loaded both again
+# for each row. That is twice as many bytes as `x` has, from the L2 cache, and the longest rows stayed far below a
+# copy's rate.
 
 
 @tg.benchmark.perf_report(
@@ -817,6 +817,60 @@ shapes_report
 # the best other provider, the lowest of the five ratios is
 # :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
 #
+# Rows that begin anywhere
+# ------------------------
+# A thread loads 16 bytes at once, but only from an address that is a multiple of 16. A row of 8191 float16 numbers is
+# 16382 bytes long, so the second row begins two bytes before such an address, the third one four, and only the ninth
+# begins at one again. A kernel in `tl` then loads each number by itself, with eight times as many instructions.
+#
+# On Hopper the parts of long rows are moved in whole vectors of 16 bytes all the same. A program starts with the vector
+# in which its part begins, and a mask leaves out the numbers ahead of it. The vector in which one row ends and the next
+# begins is loaded for both; of what is stored there, each writes its own numbers one by one. The numbers of a thread's
+# vectors must not move from row to row, because it adds up the gradients of the same columns in all of them. So the
+# number of rows that are under way at a time is a multiple of eight if the length is odd, and all rows of a program
+# begin at the same place in a vector.
+#
+# Parts cost more to start than they save where there is little to do. That is why rows of this kind are cut, forward,
+# from 24577 numbers on, and from 8193 on where there are 48 MiB of them; backward from 8193 on, and from 3073 on where
+# there are 10 MiB. Here are a forward and a backward pass together, over 128 MiB whatever the length.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[777, 2501, 5001, 8191, 15873, 24577, 65537],
+        x_log=True,
+        line_arg="provider",
+        line_vals=PROVIDERS,
+        line_names=PROVIDERS,
+        ylabel="GB/s",
+        xlabel="row length N",
+        plot_name="layer-norm-odd-fp16",
+        args={"n_elements": 2**26},
+    ),
+    title="Layer norm, forward and backward pass, rows of odd lengths, float16",
+    limit="copy",
+)
+def bench_odd_rows(n_elements, N, provider):
+    shapes = [(n_elements // N, N), (n_elements // N, N), (N,), (N,)]
+    dy, *leaves = (torch.randn(shape, device=DEVICE, dtype=torch.float16) for shape in shapes)
+    x, fn = leaves[0], provided(provider)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return tg.benchmark.gbps(5 * x.nbytes, tg.benchmark.measure(lambda: torch.autograd.grad(fn(*leaves), leaves, dy)))
+
+
+odd_report = bench_odd_rows.run()
+
+# %%
+
+odd_report.plot()
+
+# %%
+
+odd_report
+
+# %%
 # The registers are the budget
 # ----------------------------
 # The whole design rests on rows and sums that stay in registers, so we ask the compiler how many it used. On NVIDIA's
@@ -845,7 +899,7 @@ tg.codegen.listing(tg.layer_norm, x_short, 1024, w_short, w_short)
 # Where the time goes
 # -------------------
 
-for each in (forward_report, long_report, backward_report, shapes_report):
+for each in (forward_report, long_report, backward_report, shapes_report, odd_report):
     print(each.summary())
 
 # %%
@@ -859,10 +913,8 @@ for each in (forward_report, long_report, backward_report, shapes_report):
 # they can be read twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of
 # 4096 there, and lies on one multiprocessor. Longer rows, and those of 32-bit numbers, are cut into parts, as in the
 # forward pass. This time the programs of a row tell each other their shares of the two sums that each element of `dx`
-# needs. On other GPUs, and on Hopper where a length is no multiple of 16 or a row has more than 3 MiB, rows are cut
-# into column blocks, and the row sums need a pass of their own over `x` and `dy`: five trips instead of three. And a
-# row whose length is no multiple of 8 is loaded number by number, forward and backward: it loses more than in softmax,
-# which has a kernel for such rows. (No record holds that.)
+# needs. On other GPUs, and on Hopper where a row has more than 3 MiB, rows are cut into column blocks, and the row sums
+# need a pass of their own over `x` and `dy`: five trips instead of three.
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
 #

@@ -542,12 +542,8 @@ def _layer_norm_fwd(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
-    elif (
-        n_cols > _FWD_MAX_COLS
-        and (kernels := _for_hopper(x.device))
-        and kernels.supports_forward(rows, weight, bias, n_cols)
-    ):
-        kernels.forward(rows, weight, bias, y, mean if subtract_mean else None, rstd, eps)
+    elif (kernels := _for_hopper(x.device)) and (plan := kernels.plan_forward(rows, weight, bias)):
+        kernels.forward(*arguments, eps, plan)
     elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_COLS):
         block_n, num_warps = _fwd_block(n_cols, vectorized and x.dtype != torch.float64)
         launch(
@@ -838,10 +834,11 @@ def layer_norm(
         96 KiB of a row that can be read 16 bytes at a time; longer ones are read twice. The gradients keep up to 8192
         elements there: 4096 in float32 where a row cannot be read 16 bytes at a time, at most 2048 in float64. On
         Hopper, longer rows stay on the chip and are read once, up to 7 MiB of a row forward (or of the weight, where it
-        is wider) and 3 MiB backward on an H200, if they are not float64, the number of their elements is a multiple of
-        16, they begin at multiples of 16 elements, and the incoming gradient is as wide as x and lies in memory
-        likewise. The gradients are deterministic: the same inputs on the same GPU give the same bits. Second
-        derivatives are supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
+        is wider) and 3 MiB backward on an H200, and up to an eighth of that where a row's length is no multiple of 16
+        bytes. For this they must not be float64, the first must begin at a multiple of 16 bytes, whatever lies between
+        two of them must be one as well, and the incoming gradient must be as wide as x and lie in memory likewise. The
+        gradients are deterministic: the same inputs on the same GPU give the same bits. Second derivatives are
+        supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery

@@ -2,11 +2,13 @@
 
 Backward, both means of a row must be known before the first element of its gradient, and the sums for weight and bias
 stay in registers from the first row to the last. For both there is no room in registers when rows are long. So the rows
-of x and dy, and the weight, live in shared memory, where the next rows arrive while this one is worked on. Longer rows
-are cut into parts, forward beyond 24576 numbers, backward beyond 12288 of 16 bits or 8192 of 32: see ``exchange``.
-Forward, a part is so short that its weight and bias stay in registers from the first row to the last.
+of x and dy, and the weight, live in shared memory, where the next rows arrive while this one is worked on. Forward, and
+backward beyond 12288 numbers of 16 bits or 8192 of 32, rows are cut into parts: see ``exchange``. So are backward all
+that begin between two multiples of 16 bytes. Forward, a part is so short that its weight and bias stay in registers
+from the first row to the last.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,9 @@ _STEPS = 2
 # multiprocessor: so few that each thread has the registers for its share of weight and bias.
 _FWD_STAGES = 3
 _FWD_PROGRAMS = 8
+# Rows are taken that have more numbers than the first, and if they do not begin with a vector also those of more than
+# the second, where x has no fewer bytes than the third. On an H200 tl's kernels are faster for all others.
+_FWD_ROWS = 24576, 8192, 48 * 2**20
 
 # Backward, whole rows: warps of the only program on a multiprocessor, elements of a chunk, eight for each thread;
 # chunks of the longest row; and rows in shared memory: one at work, one on its way. A third was slower.
@@ -37,30 +42,94 @@ _PART_WARPS_BWD = 4
 _PART_CHUNKS = (3, 4)
 _PART_STAGES = 3
 _CHUNKS_PER_PROCESSOR = 12
+_BWD_ROWS = 8192, 3072, 10 * 2**20
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _copy_chunk(smem, slot, x_part_ptr, c: gl.constexpr, cols, count, exists, N_FULL: gl.constexpr):
-    """Start the copy of chunk c of a part of a row, if that row exists."""
-    CHUNK: gl.constexpr = cols.shape[0]
-    mask = exists & (cols >= 0)  # the second is always true, and gives the first the shape of the chunk
-    if c >= N_FULL:
-        mask = mask & (c * CHUNK + cols < count)
-    async_copy_to_shared(smem.index(slot), x_part_ptr + c * CHUNK + cols, mask=mask)
+def _begin(row, row_stride, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
+    """Where in its first vector of 16 bytes a row begins."""
+    if ALIGNED:
+        return 0
+    else:
+        return (row * row_stride % VECTOR).to(gl.int32)
 
 
 @gluon.jit
-def _load_part(ptr, cols, count, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr):
+def _row_ptr(ptr, row, row_stride, VECTOR: gl.constexpr):
+    """The vector of 16 bytes in which a row begins."""
+    return ptr + row * row_stride // VECTOR * VECTOR
+
+
+@gluon.jit
+def _copy_chunk(
+    smem, slot, x_part_ptr, c: gl.constexpr, cols, end, row, n_rows,
+    VECTOR: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of chunk c of a part of a row, if that row exists."""
+    cols = c * cols.shape[0] + cols
+    mask = (row < n_rows) & (cols >= 0)  # the second is always true, and gives the first the shape of the chunk
+    if c >= N_FULL:
+        # A vector has a part in the row or none, and a mask that says so keeps the copies 16 bytes wide.
+        mask = mask & (cols // VECTOR * VECTOR < end)
+    if c < N_FULL or ALIGNED:
+        async_copy_to_shared(smem.index(slot), x_part_ptr + cols, mask=mask)
+    else:
+        if row == n_rows - 1:
+            # The vector in which the last row ends may reach past the memory of x.
+            smem.index(slot).store(gl.load(x_part_ptr + cols, mask=cols < end))
+        else:
+            async_copy_to_shared(smem.index(slot), x_part_ptr + cols, mask=mask)
+
+
+@gluon.jit
+def _inside(x, c: gl.constexpr, cols, begin, end, N_FULL: gl.constexpr, ALIGNED: gl.constexpr):
+    """Chunk c with 0 for all that is not of its part: nothing promises what lies there."""
+    CHUNK: gl.constexpr = cols.shape[0]
+    if c >= N_FULL:
+        x = gl.where(c * CHUNK + cols < end, x, 0.0)
+    if c == 0 and not ALIGNED:
+        x = gl.where(cols >= begin, x, 0.0)
+    return x
+
+
+@gluon.jit
+def _apart(cols, ALIGNED: gl.constexpr):
+    """The columns in the order in which threads move what all rows share: one by one where vectors do not fit it.
+
+    Then neighbours are moved by neighbouring threads. A thread that moved eight by itself would touch as many sectors
+    of memory with each.
+    """
+    if ALIGNED:
+        return cols
+    else:
+        return gl.arange(0, cols.shape[0], gl.BlockedLayout([1], [32], cols.type.layout.warps_per_cta, [0]))
+
+
+@gluon.jit
+def _of_part(cols, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
+    """Which columns are a part's."""
+    if ALIGNED:
+        # Whole vectors, and a mask that says so keeps loads and stores 16 bytes wide.
+        return cols // VECTOR * VECTOR < end
+    else:
+        return (cols >= begin) & (cols < end)
+
+
+@gluon.jit
+def _load_part(ptr, cols, begin, end, VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, ALIGNED: gl.constexpr):
     """Load a part of weight or bias into registers, chunk by chunk; nothing where there is none."""
     CHUNK: gl.constexpr = cols.shape[0]
     chunks = ()
     if ptr is not None:
+        # 16-bit numbers that are loaded one by one would keep a register each. What is read back has two in one.
+        smem = gl.allocate_shared_memory(ptr.dtype.element_ty, [CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         for c in gl.static_range(N_CHUNKS):
-            mask = None if c < N_FULL else c * CHUNK + cols < count
-            chunks += (gl.load(ptr + c * CHUNK + cols, mask=mask),)
+            apart = c * CHUNK + _apart(cols, ALIGNED)
+            smem.store(gl.load(ptr + apart, mask=_of_part(apart, begin, end, VECTOR, ALIGNED)))
+            chunks += (smem.load(cols.type.layout),)
     return chunks
 
 
@@ -74,7 +143,29 @@ def _widen(x):
 
 
 @gluon.jit
-def _statistics(smem, slot, cols, count, SUBTRACT_MEAN: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr):
+def _store_chunk(
+    part_ptr, out, c: gl.constexpr, cols, begin, end,
+    VECTOR: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    """Store chunk c of a part: whole vectors at once, and what is left at its ends number by number."""
+    cols = c * cols.shape[0] + cols
+    out = out.to(part_ptr.dtype.element_ty)
+    if c < N_FULL and (c > 0 or ALIGNED):
+        gl.store(part_ptr + cols, out)
+    elif ALIGNED:
+        gl.store(part_ptr + cols, out, mask=_of_part(cols, begin, end, VECTOR, ALIGNED))
+    else:
+        vectors = cols // VECTOR * VECTOR
+        whole = (vectors >= begin) & (vectors + VECTOR <= end)
+        gl.store(part_ptr + cols, out, mask=whole)
+        gl.store(part_ptr + cols, out, mask=(cols >= begin) & (cols < end) & ~whole)
+
+
+@gluon.jit
+def _statistics(
+    smem, slot, cols, begin, end,
+    SUBTRACT_MEAN: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
     """The mean of a part of a row (0 for RMS norm), and the sum of the squared distances from it."""
     CHUNK: gl.constexpr = cols.shape[0]
     LAYOUT: gl.constexpr = cols.type.layout
@@ -83,21 +174,21 @@ def _statistics(smem, slot, cols, count, SUBTRACT_MEAN: gl.constexpr, N_CHUNKS: 
         total = gl.zeros([CHUNK], gl.float32, LAYOUT)
         for c in gl.static_range(N_CHUNKS):
             x = smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32)
-            total += x if c < N_FULL else gl.where(c * CHUNK + cols < count, x, 0.0)
-        mean = gl.sum(total, 0) / count
+            total += _inside(x, c, cols, begin, end, N_FULL, ALIGNED)
+        mean = gl.sum(total, 0) / (end - begin)
     m2 = gl.zeros([CHUNK], gl.float32, LAYOUT)
     for c in gl.static_range(N_CHUNKS):
         x = smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32) - mean
-        m2 += x * x if c < N_FULL else gl.where(c * CHUNK + cols < count, x * x, 0.0)
+        m2 += _inside(x * x, c, cols, begin, end, N_FULL, ALIGNED)
     return mean, gl.sum(m2, 0)
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_parts"])
 def _layer_norm_parts_fwd_kernel(
-    x_ptr,  # (n_rows, n_cols), rows 16-byte aligned
+    x_ptr,  # (n_rows, n_cols), 16-byte aligned
     weight_ptr,  # (n_cols,) or None
     bias_ptr,  # (n_cols,) or None
-    y_ptr,  # (n_rows, n_cols)
+    y_ptr,  # (n_rows, n_cols), its rows beginning where in a vector those of x do
     mean_ptr,  # (n_rows,), or None for RMS norm
     rstd_ptr,  # (n_rows,)
     mail_ptr,  # (n_rows, n_parts)
@@ -113,6 +204,7 @@ def _layer_norm_parts_fwd_kernel(
     N_FULL: gl.constexpr,  # of these, those that every part fills
     STAGES: gl.constexpr,
     MAX_PARTS: gl.constexpr,
+    ALIGNED: gl.constexpr,  # all rows begin with a vector; if not, those of a program begin at the same place in one
     num_warps: gl.constexpr,
 ):
     """Programs 0 to n_parts - 1 own row 0, one part each, the next n_parts programs row 1, and so on.
@@ -130,29 +222,34 @@ def _layer_norm_parts_fwd_kernel(
     part = gl.program_id(0) % n_parts
     row = (gl.program_id(0) // n_parts).to(gl.int64)
     n_groups = gl.num_programs(0) // n_parts
-    # All columns count from the begin of the part.
+    # From the vector in which a part begins, its numbers are those from `begin` to `end`.
     first = part * part_cols
-    count = gl.minimum(n_cols - first, part_cols)
+    begin = _begin(row, x_row_stride, VECTOR, ALIGNED)
+    end = begin + gl.minimum(n_cols - first, part_cols)
     x_ptr += first
     y_ptr += first
     for k in gl.static_range(STAGES):
         ahead = row + k * n_groups
         for c in gl.static_range(N_CHUNKS):
-            x_part_ptr = x_ptr + ahead * x_row_stride
-            _copy_chunk(smem, k * N_CHUNKS + c, x_part_ptr, c, cols, count, ahead < n_rows, N_FULL)
+            x_part_ptr = _row_ptr(x_ptr, ahead, x_row_stride, VECTOR)
+            _copy_chunk(smem, k * N_CHUNKS + c, x_part_ptr, c, cols, end, ahead, n_rows, VECTOR, N_FULL, ALIGNED)
         async_copy.commit_group()
     # All rows share these. Loaded again for each, they would take twice as much of the L2 cache's rate as x does.
-    weights = _load_part(None if weight_ptr is None else weight_ptr + first, cols, count, N_CHUNKS, N_FULL)
-    biases = _load_part(None if bias_ptr is None else bias_ptr + first, cols, count, N_CHUNKS, N_FULL)
+    weight_part_ptr = None if weight_ptr is None else weight_ptr + (first - begin)
+    bias_part_ptr = None if bias_ptr is None else bias_ptr + (first - begin)
+    weights = _load_part(weight_part_ptr, cols, begin, end, VECTOR, N_CHUNKS, ALIGNED)
+    biases = _load_part(bias_part_ptr, cols, begin, end, VECTOR, N_CHUNKS, ALIGNED)
     async_copy.wait_group(STAGES - 1)
-    part_mean, part_m2 = _statistics(smem, 0, cols, count, SUBTRACT_MEAN, N_CHUNKS, N_FULL)
+    part_mean, part_m2 = _statistics(smem, 0, cols, begin, end, SUBTRACT_MEAN, N_CHUNKS, N_FULL, ALIGNED)
     send(mail_ptr + row * n_parts, part_mean, part_m2, part)
     step = 0
     while row < n_rows:
         next_row = row + n_groups
         if next_row < n_rows:
             async_copy.wait_group(STAGES - 2)
-            next_mean, next_m2 = _statistics(smem, (step + 1) % STAGES, cols, count, SUBTRACT_MEAN, N_CHUNKS, N_FULL)
+            next_mean, next_m2 = _statistics(
+                smem, (step + 1) % STAGES, cols, begin, end, SUBTRACT_MEAN, N_CHUNKS, N_FULL, ALIGNED
+            )
             send(mail_ptr + next_row * n_parts, next_mean, next_m2, part)
         means, m2s, parts = receive(mail_ptr + row * n_parts, n_parts, MAX_PARTS, num_warps)
         # Chan's formula joins the parts: each brings its own spread, and the distance of its mean from the row's.
@@ -169,38 +266,74 @@ def _layer_norm_parts_fwd_kernel(
                 gl.store(mean_ptr + row, mean)
         slot = step % STAGES
         ahead = row + STAGES * n_groups
+        x_part_ptr = _row_ptr(x_ptr, ahead, x_row_stride, VECTOR)
+        y_part_ptr = _row_ptr(y_ptr, row, n_cols, VECTOR)
         for c in gl.static_range(N_CHUNKS):
             y = (smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32) - mean) * rstd
             if weight_ptr is not None:
                 y *= _widen(weights[c])
             if bias_ptr is not None:
                 y += _widen(biases[c])
-            mask = None if c < N_FULL else c * CHUNK + cols < count
-            gl.store(y_ptr + row * n_cols + c * CHUNK + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
-            x_part_ptr = x_ptr + ahead * x_row_stride
-            _copy_chunk(smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, count, ahead < n_rows, N_FULL)
+            _store_chunk(y_part_ptr, y, c, cols, begin, end, VECTOR, N_FULL, ALIGNED)
+            _copy_chunk(smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, end, ahead, n_rows, VECTOR, N_FULL, ALIGNED)
         async_copy.commit_group()
         row = next_row
         step += 1
     async_copy.wait_group(0)
 
 
-def _parts(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, n_cols: int) -> tuple[int, int]:
-    """(parts of a row, columns of a part): as long as its share of the widest tensor is no longer than _PART_BYTES."""
+def _begin_alike(n_cols: int, *tensors: torch.Tensor) -> bool:
+    """Whether a row of n_cols begins at the same place in a vector of 16 bytes in all of these and in their gradients.
+
+    A vector in which a row ends must hold nothing but that row and the next.
+    """
+    vector = 16 // tensors[0].element_size()
+    return all(
+        x.data_ptr() % 16 == 0
+        and x.stride(1) == 1
+        and (x.stride(0) - n_cols) % vector == 0
+        and (x.stride(0) == 0 or x.stride(0) >= vector)
+        for x in tensors
+    )
+
+
+class Plan(NamedTuple):
+    """How rows are cut, and how many groups of programs, each with a row at a time, there is room for."""
+
+    aligned: bool  # all rows begin with a vector of 16 bytes
+    n_parts: int
+    part_cols: int
+    n_chunks: int  # of a part
+    max_groups: int
+
+
+def _pays(x: torch.Tensor, aligned: bool, long: int, long_unaligned: int, n_bytes: int) -> bool:
+    return x.shape[1] > long or (not aligned and x.shape[1] > long_unaligned and x.nbytes >= n_bytes)
+
+
+def _max_groups(max_programs: int, n_parts: int, n_cols: int, vector: int) -> int:
+    """How many groups there is room for, if all rows of each are to begin at the same place in a vector."""
+    period = vector // math.gcd(n_cols, vector)
+    return max_programs // n_parts // period * period
+
+
+def plan_forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Plan | None:
+    """What suits these rows; None where the kernel cannot take them, or does not pay."""
+    n_cols = x.shape[1]
     widest = max(t.element_size() for t in (x, weight, bias) if t is not None)
-    n_parts = cdiv(n_cols * widest, _PART_BYTES)
+    if widest > 4 or not n_cols * x.element_size() < 2**31:
+        return None
+    vector = 16 // x.element_size()
+    aligned = n_cols % vector == 0
+    if not _pays(x, aligned, *_FWD_ROWS) or not _begin_alike(n_cols, x):
+        return None
+    # A part of the widest tensor is no longer than _PART_BYTES, with what it may begin late by.
+    n_parts = cdiv(n_cols * widest, _PART_BYTES - (0 if aligned else 64 * widest))
     part_cols = cdiv(n_cols, 64 * n_parts) * 64  # whole cache lines
-    return cdiv(n_cols, part_cols), part_cols
-
-
-def supports_forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, n_cols: int) -> bool:
-    """Whether the kernel can take these rows, none of which is longer than all parts on the chip at a time."""
-    if any(t is not None and t.element_size() > 4 for t in (x, weight, bias)):
-        return False
-    # Copies of 16 bytes; Triton wants the numbers to be multiples of 16 to believe in them.
-    if n_cols % 16 != 0 or x.stride(0) % 16 != 0 or x.data_ptr() % 16 != 0 or not n_cols * x.element_size() < 2**31:
-        return False
-    return _parts(x, weight, bias, n_cols)[0] <= _FWD_PROGRAMS * num_multiprocessors(x.device)
+    n_parts = cdiv(n_cols, part_cols)
+    n_chunks = cdiv(part_cols + (0 if aligned else vector - 1), _STEPS * 32 * vector)
+    max_groups = _max_groups(_FWD_PROGRAMS * num_multiprocessors(x.device), n_parts, n_cols, vector)
+    return Plan(aligned, n_parts, part_cols, n_chunks, max_groups) if max_groups > 0 else None
 
 
 def forward(
@@ -211,20 +344,19 @@ def forward(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     eps: float,
+    plan: Plan,
 ) -> None:
-    """Write y, and the mean and rstd of each row, for rows that `supports_forward` accepts."""
+    """Write y, and the mean and rstd of each row."""
     n_rows, n_cols = x.shape
-    n_parts, part_cols = _parts(x, weight, bias, n_cols)
+    aligned, n_parts, part_cols, n_chunks, max_groups = plan
     vector = 16 // x.element_size()
-    chunk = _STEPS * 32 * vector
-    n_groups = min(n_rows, _FWD_PROGRAMS * num_multiprocessors(x.device) // n_parts)
     launch(
-        _layer_norm_parts_fwd_kernel, (n_groups * n_parts,),
+        _layer_norm_parts_fwd_kernel, (min(n_rows, max_groups) * n_parts,),
         x, weight, bias, y, mean, rstd, mailboxes(n_rows, n_parts, x.device),
         n_rows, n_parts, part_cols, n_cols, x.stride(0), eps,
-        VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=cdiv(part_cols, chunk),
-        N_FULL=(n_cols - (n_parts - 1) * part_cols) // chunk, STAGES=_FWD_STAGES, MAX_PARTS=max_parts(n_parts, 1),
-        num_warps=1, **at_a_time(_FWD_PROGRAMS, 1),
+        VECTOR=vector, CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks,
+        N_FULL=(n_cols - (n_parts - 1) * part_cols) // (_STEPS * 32 * vector), STAGES=_FWD_STAGES,
+        MAX_PARTS=max_parts(n_parts, 1), ALIGNED=aligned, num_warps=1, **at_a_time(_FWD_PROGRAMS, 1),
     )  # fmt: skip
 
 
@@ -233,12 +365,15 @@ def forward(
 
 @gluon.jit
 def _copy_row(
-    x_smem, dy_smem, slot, x_part_ptr, dy_part_ptr, cols, count, exists, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr
+    x_smem, dy_smem, slot, x_part_ptr, dy_part_ptr, x_row_stride, dy_row_stride, cols, end, row, n_rows,
+    VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a part of a row of x and of dy, if that row exists."""
+    x_part_ptr = _row_ptr(x_part_ptr, row, x_row_stride, VECTOR)
+    dy_part_ptr = _row_ptr(dy_part_ptr, row, dy_row_stride, VECTOR)
     for c in gl.static_range(N_CHUNKS):
-        _copy_chunk(x_smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, count, exists, N_FULL)
-        _copy_chunk(dy_smem, slot * N_CHUNKS + c, dy_part_ptr, c, cols, count, exists, N_FULL)
+        _copy_chunk(x_smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
+        _copy_chunk(dy_smem, slot * N_CHUNKS + c, dy_part_ptr, c, cols, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
     async_copy.commit_group()
 
 
@@ -270,8 +405,8 @@ def _add_pairs(a, b, c, d):
 
 @gluon.jit
 def _sums(
-    x_smem, dy_smem, weight_smem, slot, mean, rstd, cols, count,
-    N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    x_smem, dy_smem, weight_smem, slot, mean, rstd, cols, begin, end,
+    N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """What a part adds to a row's sums of g * x_hat and of g."""
     CHUNK: gl.constexpr = cols.shape[0]
@@ -279,44 +414,40 @@ def _sums(
     g_sum = gl.zeros([CHUNK], gl.float32, LAYOUT)
     for c in gl.static_range(N_CHUNKS):
         x_hat, _dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
-        gx = g * x_hat
-        if c >= N_FULL:
-            # Nothing promises what lies behind the end of the part, where nothing was copied.
-            g = gl.where(c * CHUNK + cols < count, g, 0.0)
-            gx = gl.where(c * CHUNK + cols < count, gx, 0.0)
-        gx_sum += gx
-        g_sum += g
+        gx_sum += _inside(g * x_hat, c, cols, begin, end, N_FULL, ALIGNED)
+        g_sum += _inside(g, c, cols, begin, end, N_FULL, ALIGNED)
     return gl.reduce((gx_sum, g_sum), 0, _add_pairs)
 
 
 @gluon.jit
 def _gradient(
-    x_smem, dy_smem, weight_smem, dx_part_ptr, slot, mean, rstd, gx_mean, g_mean, dw, db, cols, count,
-    N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, LAYOUT: gl.constexpr,
+    x_smem, dy_smem, weight_smem, dx_part_ptr, slot, mean, rstd, gx_mean, g_mean, dw, db, cols, begin, end,
+    VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Store a part of a row of dx. Returns dw and db, with what this row adds to them."""
-    CHUNK: gl.constexpr = cols.shape[0]
     new_dw = ()
     new_db = ()
     for c in gl.static_range(N_CHUNKS):
         x_hat, dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
         dx = (g - x_hat * gx_mean - g_mean) * rstd
-        mask = None if c < N_FULL else c * CHUNK + cols < count
-        gl.store(dx_part_ptr + c * CHUNK + cols, dx.to(dx_part_ptr.dtype.element_ty), mask=mask)
+        _store_chunk(dx_part_ptr, dx, c, cols, begin, end, VECTOR, N_FULL, ALIGNED)
         new_dw += (dw[c] + dy * x_hat,)
         new_db += (db[c] + dy,)
     return new_dw, new_db
 
 
 @gluon.jit
-def _load_weight(weight_smem, weight_part_ptr, cols, count, N_CHUNKS: gl.constexpr, LAYOUT: gl.constexpr):
+def _load_weight(
+    weight_smem, weight_part_ptr, cols, begin, end, VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, ALIGNED: gl.constexpr
+):  # fmt: skip
     """Fill a part of the weight into shared memory: ones where there is none."""
     CHUNK: gl.constexpr = cols.shape[0]
     for c in gl.static_range(N_CHUNKS):
+        apart = c * CHUNK + _apart(cols, ALIGNED)
         if weight_part_ptr is not None:
-            weight = gl.load(weight_part_ptr + c * CHUNK + cols, mask=c * CHUNK + cols < count, other=0.0)
+            weight = gl.load(weight_part_ptr + apart, mask=_of_part(apart, begin, end, VECTOR, ALIGNED), other=0.0)
         else:
-            weight = gl.full([CHUNK], 1.0, weight_smem.dtype, LAYOUT)
+            weight = gl.full([CHUNK], 1.0, weight_smem.dtype, apart.type.layout)
         weight_smem.index(c).store(weight)
 
 
@@ -329,12 +460,18 @@ def _zeros(N_CHUNKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _store_sums(part_ptr, sums, cols, count):
+def _store_sums(
+    partial_ptr, sums, row, first, n_cols, cols, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr
+):  # fmt: skip
     """Store a program's share of the gradient of the weight or the bias, if it is asked for."""
     CHUNK: gl.constexpr = cols.shape[0]
-    if part_ptr is not None:
+    if partial_ptr is not None:
+        # Such a row begins where in a vector all rows of this program do.
+        part_ptr = _row_ptr(partial_ptr, row, n_cols, VECTOR) + first
         for c in gl.static_range(len(sums)):
-            gl.store(part_ptr + c * CHUNK + cols, sums[c], mask=c * CHUNK + cols < count)
+            apart = c * CHUNK + _apart(cols, ALIGNED)
+            share = gl.convert_layout(sums[c], apart.type.layout)
+            gl.store(part_ptr + apart, share, mask=_of_part(apart, begin, end, VECTOR, ALIGNED))
 
 
 @gluon.jit(do_not_specialize=["n_rows"])
@@ -361,8 +498,9 @@ def _layer_norm_bwd_resident_kernel(
     dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd with g = dy * weight and x_hat = (x - mean) * rstd;
     dw = sum(dy * x_hat) and db = sum(dy).
     """
-    CHUNK: gl.constexpr = num_warps * 32 * 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
+    VECTOR: gl.constexpr = 8
+    CHUNK: gl.constexpr = num_warps * 32 * VECTOR
+    LAYOUT: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [num_warps], [0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WEIGHT: gl.constexpr = x_ptr.dtype.element_ty if weight_ptr is None else weight_ptr.dtype.element_ty
     x_smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES * N_CHUNKS, CHUNK], SHARED)
@@ -372,12 +510,11 @@ def _layer_norm_bwd_resident_kernel(
     program = gl.program_id(0).to(gl.int64)
     n_programs = gl.num_programs(0)
     for k in gl.static_range(STAGES - 1):
-        row = program + k * n_programs
         _copy_row(
-            x_smem, dy_smem, k, x_ptr + row * x_row_stride, dy_ptr + row * dy_row_stride, cols, n_cols, row < n_rows,
-            N_CHUNKS, N_FULL,
+            x_smem, dy_smem, k, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, n_cols, program + k * n_programs,
+            n_rows, VECTOR, N_CHUNKS, N_FULL, True,
         )  # fmt: skip
-    _load_weight(weight_smem, weight_ptr, cols, n_cols, N_CHUNKS, LAYOUT)
+    _load_weight(weight_smem, weight_ptr, cols, 0, n_cols, VECTOR, N_CHUNKS, True)
     dw = _zeros(N_CHUNKS, CHUNK, LAYOUT)
     db = _zeros(N_CHUNKS, CHUNK, LAYOUT)
     means, rstds = _load_stats(mean_ptr, rstd_ptr, program, n_rows, num_warps)
@@ -385,39 +522,37 @@ def _layer_norm_bwd_resident_kernel(
     row = program
     while row < n_rows:
         async_copy.wait_group(STAGES - 2)
-        ahead = row + (STAGES - 1) * n_programs
         _copy_row(
-            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr + ahead * x_row_stride,
-            dy_ptr + ahead * dy_row_stride, cols, n_cols, ahead < n_rows, N_CHUNKS, N_FULL,
+            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, n_cols,
+            row + (STAGES - 1) * n_programs, n_rows, VECTOR, N_CHUNKS, N_FULL, True,
         )  # fmt: skip
         mean, rstd = gl.max(means, 0), gl.max(rstds, 0)
         means, rstds = _load_stats(mean_ptr, rstd_ptr, row + n_programs, n_rows, num_warps)
         slot = step % STAGES
         gx_sum, g_sum = _sums(
-            x_smem, dy_smem, weight_smem, slot, mean, rstd, cols, n_cols, N_CHUNKS, N_FULL, LAYOUT
+            x_smem, dy_smem, weight_smem, slot, mean, rstd, cols, 0, n_cols, N_CHUNKS, N_FULL, True, LAYOUT
         )  # fmt: skip
         g_mean = g_sum / n_cols if mean_ptr is not None else 0.0
         dw, db = _gradient(
-            x_smem, dy_smem, weight_smem, dx_ptr + row * n_cols, slot, mean, rstd, gx_sum / n_cols, g_mean, dw, db,
-            cols, n_cols, N_CHUNKS, N_FULL, LAYOUT,
+            x_smem, dy_smem, weight_smem, _row_ptr(dx_ptr, row, n_cols, VECTOR), slot, mean, rstd, gx_sum / n_cols,
+            g_mean, dw, db, cols, 0, n_cols, VECTOR, N_CHUNKS, N_FULL, True, LAYOUT,
         )  # fmt: skip
         step += 1
         row += n_programs
     async_copy.wait_group(0)
     gdc_launch_dependents()
-    offset = program * n_cols
-    _store_sums(None if dw_partial_ptr is None else dw_partial_ptr + offset, dw, cols, n_cols)
-    _store_sums(None if db_partial_ptr is None else db_partial_ptr + offset, db, cols, n_cols)
+    _store_sums(dw_partial_ptr, dw, program, 0, n_cols, cols, 0, n_cols, VECTOR, True)
+    _store_sums(db_partial_ptr, db, program, 0, n_cols, cols, 0, n_cols, VECTOR, True)
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_parts"])
 def _layer_norm_parts_bwd_kernel(
-    dy_ptr,  # (n_rows, n_cols), rows 16-byte aligned
-    x_ptr,  # (n_rows, n_cols), rows 16-byte aligned
+    dy_ptr,  # (n_rows, n_cols), 16-byte aligned
+    x_ptr,  # (n_rows, n_cols), 16-byte aligned
     weight_ptr,  # (n_cols,) or None
     mean_ptr,  # (n_rows,), or None for RMS norm
     rstd_ptr,  # (n_rows,)
-    dx_ptr,  # (n_rows, n_cols)
+    dx_ptr,  # (n_rows, n_cols); its rows, and those of dy, begin where in a vector those of x do
     dw_partial_ptr,  # (n_groups, n_cols) or None
     db_partial_ptr,  # (n_groups, n_cols) or None
     mail_ptr,  # (n_rows, n_parts)
@@ -432,6 +567,7 @@ def _layer_norm_parts_bwd_kernel(
     N_FULL: gl.constexpr,  # of these, those that every part fills
     STAGES: gl.constexpr,
     MAX_PARTS: gl.constexpr,
+    ALIGNED: gl.constexpr,  # all rows begin with a vector; if not, those of a program begin at the same place in one
     num_warps: gl.constexpr,
 ):
     """The same for a part of each row: programs i * n_parts to (i + 1) * n_parts - 1 own rows i, i + n_groups, ...
@@ -450,35 +586,36 @@ def _layer_norm_parts_bwd_kernel(
     part = gl.program_id(0) % n_parts
     group = (gl.program_id(0) // n_parts).to(gl.int64)
     n_groups = gl.num_programs(0) // n_parts
-    # All columns count from the begin of the part.
+    # From the vector in which a part begins, its numbers are those from `begin` to `end`.
     first = part * part_cols
-    count = gl.minimum(n_cols - first, part_cols)
+    begin = _begin(group, x_row_stride, VECTOR, ALIGNED)
+    end = begin + gl.minimum(n_cols - first, part_cols)
     x_ptr += first
     dy_ptr += first
     dx_ptr += first
     for k in gl.static_range(STAGES - 1):
-        row = group + k * n_groups
         _copy_row(
-            x_smem, dy_smem, k, x_ptr + row * x_row_stride, dy_ptr + row * dy_row_stride, cols, count, row < n_rows,
-            N_CHUNKS, N_FULL,
+            x_smem, dy_smem, k, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, end, group + k * n_groups, n_rows,
+            VECTOR, N_CHUNKS, N_FULL, ALIGNED,
         )  # fmt: skip
-    weight_part_ptr = None if weight_ptr is None else weight_ptr + first
-    _load_weight(weight_smem, weight_part_ptr, cols, count, N_CHUNKS, LAYOUT)
+    weight_part_ptr = None if weight_ptr is None else weight_ptr + (first - begin)
+    _load_weight(weight_smem, weight_part_ptr, cols, begin, end, VECTOR, N_CHUNKS, ALIGNED)
     dw = _zeros(N_CHUNKS, CHUNK, LAYOUT)
     db = _zeros(N_CHUNKS, CHUNK, LAYOUT)
     means, rstds = _load_stats(mean_ptr, rstd_ptr, group, n_rows, num_warps)
     mean, rstd = gl.max(means, 0), gl.max(rstds, 0)
     means, rstds = _load_stats(mean_ptr, rstd_ptr, group + n_groups, n_rows, num_warps)
     async_copy.wait_group(STAGES - 2)
-    gx_sum, g_sum = _sums(x_smem, dy_smem, weight_smem, 0, mean, rstd, cols, count, N_CHUNKS, N_FULL, LAYOUT)
+    gx_sum, g_sum = _sums(
+        x_smem, dy_smem, weight_smem, 0, mean, rstd, cols, begin, end, N_CHUNKS, N_FULL, ALIGNED, LAYOUT
+    )
     send(mail_ptr + group * n_parts, gx_sum, g_sum, part)
     step = 0
     row = group
     while row < n_rows:
-        ahead = row + (STAGES - 1) * n_groups
         _copy_row(
-            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr + ahead * x_row_stride,
-            dy_ptr + ahead * dy_row_stride, cols, count, ahead < n_rows, N_CHUNKS, N_FULL,
+            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, end,
+            row + (STAGES - 1) * n_groups, n_rows, VECTOR, N_CHUNKS, N_FULL, ALIGNED,
         )  # fmt: skip
         next_row = row + n_groups
         next_mean, next_rstd = gl.max(means, 0), gl.max(rstds, 0)
@@ -486,8 +623,8 @@ def _layer_norm_parts_bwd_kernel(
         async_copy.wait_group(STAGES - 2)
         # After the last row there is nothing to add up, and nobody sends it.
         gx_sum, g_sum = _sums(
-            x_smem, dy_smem, weight_smem, (step + 1) % STAGES, next_mean, next_rstd, cols, count,
-            N_CHUNKS, N_FULL, LAYOUT,
+            x_smem, dy_smem, weight_smem, (step + 1) % STAGES, next_mean, next_rstd, cols, begin, end,
+            N_CHUNKS, N_FULL, ALIGNED, LAYOUT,
         )  # fmt: skip
         if next_row < n_rows:
             send(mail_ptr + next_row * n_parts, gx_sum, g_sum, part)
@@ -497,47 +634,38 @@ def _layer_norm_parts_bwd_kernel(
         gx_sum, g_sum = gl.reduce((gx_sums, g_sums), 0, _add_pairs)
         g_mean = g_sum / n_cols if mean_ptr is not None else 0.0
         dw, db = _gradient(
-            x_smem, dy_smem, weight_smem, dx_ptr + row * n_cols, step % STAGES, mean, rstd, gx_sum / n_cols, g_mean,
-            dw, db, cols, count, N_CHUNKS, N_FULL, LAYOUT,
+            x_smem, dy_smem, weight_smem, _row_ptr(dx_ptr, row, n_cols, VECTOR), step % STAGES, mean, rstd,
+            gx_sum / n_cols, g_mean, dw, db, cols, begin, end, VECTOR, N_CHUNKS, N_FULL, ALIGNED, LAYOUT,
         )  # fmt: skip
         mean, rstd = next_mean, next_rstd
         step += 1
         row = next_row
     async_copy.wait_group(0)
     gdc_launch_dependents()
-    offset = group * n_cols + first
-    _store_sums(None if dw_partial_ptr is None else dw_partial_ptr + offset, dw, cols, count)
-    _store_sums(None if db_partial_ptr is None else db_partial_ptr + offset, db, cols, count)
+    _store_sums(dw_partial_ptr, dw, group, first, n_cols, cols, begin, end, VECTOR, ALIGNED)
+    _store_sums(db_partial_ptr, db, group, first, n_cols, cols, begin, end, VECTOR, ALIGNED)
 
 
-class BackwardPlan(NamedTuple):
-    """How rows are cut, and how many groups of programs, each with a row at a time, there is room for."""
-
-    n_parts: int
-    part_cols: int
-    n_chunks: int  # of a part
-    max_groups: int
-
-
-def plan_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> BackwardPlan | None:
-    """What suits these rows; None where no kernel can take them, or they are too short for it to pay."""
+def plan_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> Plan | None:
+    """What suits these rows; None where no kernel can take them, or it does not pay."""
     n_cols, size = x.shape[1], x.element_size()
     if size > 4 or dy.element_size() != size or (weight is not None and weight.element_size() > 4):
         return None
-    # Copies of 16 bytes; Triton wants the numbers to be multiples of 16 to believe in them.
-    aligned = all(t.stride(1) == 1 and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in (dy, x))
-    if n_cols <= 2 * _CHUNK or n_cols % 16 != 0 or not aligned:
+    vector = 16 // size
+    aligned = n_cols % vector == 0
+    if not _pays(x, aligned, *_BWD_ROWS) or not _begin_alike(n_cols, dy, x):
         return None
     n_processors = num_multiprocessors(x.device)
-    if size == 2 and n_cols <= _MAX_CHUNKS * _CHUNK:
-        return BackwardPlan(1, n_cols, cdiv(n_cols, _CHUNK), n_processors)
-    # Parts of the length that leaves the fewest threads without a number.
-    chunk = _PART_WARPS_BWD * 32 * 16 // size
-    n_chunks = min(_PART_CHUNKS, key=lambda n: cdiv(n_cols, n * chunk) * n)
-    part_cols = cdiv(n_cols, 16 * cdiv(n_cols, n_chunks * chunk)) * 16
+    if aligned and size == 2 and n_cols <= _MAX_CHUNKS * _CHUNK:
+        return Plan(aligned, 1, n_cols, cdiv(n_cols, _CHUNK), n_processors)
+    # Parts of the length that leaves the fewest threads without a number, with room for what they may begin late by.
+    chunk = _PART_WARPS_BWD * 32 * vector
+    late = 0 if aligned else 16
+    n_chunks = min(_PART_CHUNKS, key=lambda n: cdiv(n_cols, n * chunk - late) * n)
+    part_cols = cdiv(n_cols, 16 * cdiv(n_cols, n_chunks * chunk - late)) * 16
     n_parts = cdiv(n_cols, part_cols)
-    max_groups = _CHUNKS_PER_PROCESSOR // n_chunks * n_processors // n_parts
-    return BackwardPlan(n_parts, part_cols, n_chunks, max_groups) if max_groups > 0 else None
+    max_groups = _max_groups(_CHUNKS_PER_PROCESSOR // n_chunks * n_processors, n_parts, n_cols, vector)
+    return Plan(aligned, n_parts, part_cols, n_chunks, max_groups) if max_groups > 0 else None
 
 
 def backward(
@@ -550,14 +678,14 @@ def backward(
     dw_partial: torch.Tensor | None,
     db_partial: torch.Tensor | None,
     n_groups: int,
-    plan: BackwardPlan,
+    plan: Plan,
 ) -> None:
     """Write dx, and what each of n_groups adds to the gradients of weight and bias."""
     n_rows, n_cols = x.shape
     arguments = dy, x, weight, mean, rstd, dx, dw_partial, db_partial
     strides = dy.stride(0), x.stride(0)
-    n_parts, part_cols, n_chunks, _ = plan
-    if n_parts == 1:
+    aligned, n_parts, part_cols, n_chunks, _ = plan
+    if n_parts == 1 and aligned:
         # The last chunk has a mask even where it is full: without one, 12288 columns of float16 took a tenth longer on
         # an H200.
         launch(
@@ -571,6 +699,6 @@ def backward(
         _layer_norm_parts_bwd_kernel, (n_groups * n_parts,),
         *arguments, mailboxes(n_rows, n_parts, x.device), n_rows, n_parts, part_cols, n_cols, *strides,
         VECTOR=vector, N_CHUNKS=n_chunks, N_FULL=last_cols // (_PART_WARPS_BWD * 32 * vector), STAGES=_PART_STAGES,
-        MAX_PARTS=max_parts(n_parts, _PART_WARPS_BWD), num_warps=_PART_WARPS_BWD,
+        MAX_PARTS=max_parts(n_parts, _PART_WARPS_BWD), ALIGNED=aligned, num_warps=_PART_WARPS_BWD,
         **at_a_time(_CHUNKS_PER_PROCESSOR // n_chunks, _PART_WARPS_BWD),
     )  # fmt: skip
