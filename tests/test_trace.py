@@ -281,8 +281,25 @@ assert not triton.knobs.runtime.interpret and compiled() == before and "tt.reduc
 """
 
 
-def test_trace_works_in_a_process_that_compiles(tmp_path):
-    script = COMPILE_TRACE_COMPILE.format(tests=os.path.dirname(__file__))
+# Gluon takes over functions of tl when it is imported: not, please, while the interpreter has others in their place.
+TRACE_FIRST = """
+import inspect
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+import triton_gallery as tg
+import test_trace
+
+assert "triton.experimental.gluon" not in sys.modules
+tg.trace(test_trace._rows_kernel, (2,), torch.randn(5, 8), torch.empty(2), 5, 8, BLOCK=8)
+from triton.experimental.gluon import language as gl
+assert "_semantic" in inspect.signature(gl.exp2).parameters
+"""
+
+
+@pytest.mark.parametrize("script", [COMPILE_TRACE_COMPILE, TRACE_FIRST], ids=["in between", "first"])
+def test_trace_works_in_a_process_that_compiles(tmp_path, script):
+    script = script.format(tests=os.path.dirname(__file__))
     settings = {"TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     path = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | settings | {"PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}

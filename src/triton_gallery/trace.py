@@ -412,6 +412,8 @@ def _interpreter_on() -> Iterator[None]:
 
     The interpreter replaces parts of `triton.language`, and does not put all of them back by itself.
     """
+    # Triton imports Gluon when it first asks for an argument's type, and Gluon takes over the functions that it finds.
+    triton.runtime.jit.mangle_type(0)
     types = [value for value in vars(tl.core).values() if isinstance(value, type)]
     types = {value for value in types if value.__module__ == tl.core.__name__}
     before = [(place, dict(vars(place))) for place in (tl, tl.core, tl.math, *types)]
