@@ -821,7 +821,9 @@ shapes_report
 # ------------------------
 # A thread loads 16 bytes at once, but only from an address that is a multiple of 16. A row of 8191 float16 numbers is
 # 16382 bytes long, so the second row begins two bytes before such an address, the third one four, and only the ninth
-# begins at one again. A kernel in `tl` then loads each number by itself, with eight times as many instructions.
+# begins at one again. A kernel in `tl` then loads each number by itself, with eight times as many instructions. Nor can
+# it load them ahead of time: an asynchronous copy moves four bytes at least. What stages do for other rows, smaller
+# programs do for these, of which more are under way, and wait, at the same time.
 #
 # On Hopper the parts of long rows are moved in whole vectors of 16 bytes all the same. A program starts with the vector
 # in which its part begins, and a mask leaves out the numbers ahead of it. The vector in which one row ends and the next
@@ -831,8 +833,8 @@ shapes_report
 # begin at the same place in a vector.
 #
 # Parts cost more to start than they save where there is little to do. That is why rows of this kind are cut, forward,
-# from 24577 numbers on, and from 8193 on where there are 48 MiB of them; backward from 8193 on, and from 3073 on where
-# there are 10 MiB. Here are a forward and a backward pass together, over 128 MiB whatever the length.
+# from 24577 numbers on, and from 8193 on where there are 48 MiB of them; backward from 8193 on, and from 2049 on where
+# there are 32 MiB. Here are a forward and a backward pass together, over 128 MiB whatever the length.
 
 
 @tg.benchmark.perf_report(

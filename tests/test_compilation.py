@@ -90,9 +90,11 @@ CASES = [
     Case("dropout", [VECTOR], FLOATS, {"p": 0.5, "seed": 1}),
     Case("dropout", [T(1024, 1024)], (F16,), {"p": 0.5}),
     Case("layer_norm", [(4096, 768)], FLOATS, {"normalized_shape": [768], "weight": (768,), "bias": (768,)}),
+    Case("layer_norm", [(4096, 777)], (F16, F32), {"normalized_shape": [777], "weight": (777,), "bias": (777,)}),
     Case("layer_norm", [(4096, 1536)], FLOATS, {"normalized_shape": [1536], "weight": (1536,), "bias": (1536,)}),
     Case("layer_norm", [(4096, 1537)], (F16,), {"normalized_shape": [1537], "weight": (1537,), "bias": (1537,)}),
     Case("layer_norm", [(4096, 2501)], (F16,), {"normalized_shape": [2501], "weight": (2501,), "bias": (2501,)}),
+    Case("layer_norm", [(64, 4001)], (F16, F32), {"normalized_shape": [4001], "weight": (4001,), "bias": (4001,)}),
     Case("layer_norm", [(4096, 5000)], (F16,), {"normalized_shape": [5000], "weight": (5000,), "bias": (5000,)}),
     Case("layer_norm", [(4096, 5120)], (F16,), {"normalized_shape": [5120], "weight": (5120,), "bias": (5120,)}),
     Case("layer_norm", [(4096, 8192)], (F16, F64), {"normalized_shape": [8192], "weight": (8192,), "bias": (8192,)}),
@@ -167,6 +169,10 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     },
     ("softmax 1024x8192 dim=0 float64", "sm_80"): (4, "half of a number, with Triton 3.9 alone"),
     ("softmax 4096x16383 float16", "sm_90"): (156, "nine chunks of a whole row, with Triton 3.9 alone"),
+    **{
+        ("layer_norm 64x4001", target): (240, "few threads, and so many programs at a time: faster all the same")
+        for target in ("sm_80", "sm_90", "sm_100")
+    },
     ("layer_norm 4096x5120", "sm_100"): (24, "five blocks in 128 threads, and the mask of the last one"),
     ("layer_norm 4096x5000", "sm_100"): (24, "the same"),
     ("layer_norm 4096x9216", "sm_90"): (44, "sums of three chunks, with Triton 3.9 alone"),

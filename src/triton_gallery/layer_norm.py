@@ -452,12 +452,17 @@ def _bwd_blocks(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, in
     """(rows, columns, warps, programs per multiprocessor, stages) of a program in the backward pass."""
     tile = _BWD_TILE // 4 if x.dtype == torch.float64 else _BWD_TILE
     block_n = next_power_of_2(n_cols)
-    # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
     if vectorized and block_n == 2 * tile:
         # Three stages take 128 KiB of shared memory in float32, and a program on these GPUs has 99.
         return 1, block_n, 16, 1, 2 if cuda_arch(x.device) in (86, 89, 120, 121) else 3
     block_n = min(block_n, tile)
-    narrow = vectorized and x.element_size() == 2
+    if not vectorized and x.dtype != torch.float64:
+        # 16-bit numbers that are loaded one by one cannot be loaded ahead of time. More and smaller programs, which
+        # wait at the same time, are up to three times as fast as stages, and faster for float32, too: on an H200.
+        block_m = max(1, tile // (4 if block_n <= 128 else 2) // block_n)
+        num_warps, programs = (2, 4) if block_n <= 1024 else (4, 3 if block_n <= 2048 else 2)
+        return block_m, block_n, num_warps, programs, 1
+    narrow = x.element_size() == 2
     return tile // block_n, block_n, 4 if narrow else 8, 2, 4 if narrow and block_n == 1024 else 3
 
 
@@ -471,7 +476,9 @@ def _bwd_in_blocks(
     if x.element_size() != 2 or dy.element_size() != 2 or dy.stride(1) != 1 or not _ONE_BLOCK_COLS < n_cols <= 8192:
         return None
     if not vectorized:
-        return (512, 4, 3, 3) if n_cols <= 2048 else (1024, 8, 2 if n_cols <= 4096 else 1, 3)
+        if n_cols <= 2048:
+            return 512, 4, 4 if n_cols <= 1536 else 3, 1
+        return (1024, 8 if n_cols <= 3072 else 4, 2, 1) if n_cols <= 4096 else (1024, 8, 1, 3)
     if n_cols < 2048:
         return 512, 2, 4, 4
     if n_cols <= 5120:
@@ -537,7 +544,7 @@ def _layer_norm_fwd(
         block_n = next_power_of_2(n_cols)
         block_m = _FWD_TILE // block_n
         # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
-        num_warps = 4 if x.dtype == torch.float64 else max(1, block_n // 512) * (1 if vectorized else 2)
+        num_warps = 4 if x.dtype == torch.float64 else max(1, block_n // (512 if vectorized else 256))
         launch(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
