@@ -194,7 +194,7 @@ def test_rows_too_long_for_all_multiprocessors(norm, dtype, device):
     [
         *[(1, 65_552), (40, 49_168), (700, 65_536), (300, 131_088), (90, 300_000), (3, 1_048_592), (2, 1_800_000)],
         # Rows that begin between two multiples of 16 bytes.
-        *[(1003, 15_873), (1000, 24_577), (700, 40_999), (333, 65_540), (40, 131_071), (1, 40_999), (3, 200_008)],
+        *[(1603, 15_873), (1000, 24_577), (700, 40_999), (333, 65_540), (40, 131_071), (1, 40_999), (3, 200_008)],
     ],
 )
 def test_rows_on_several_multiprocessors_match_torch(norm, dtype, n_rows, n_cols, device):
