@@ -876,8 +876,8 @@ odd_report
 # It does not make up for everything. The numbers at the ends of a part are stored one by one, and masks take time that
 # a row of 8192 numbers does not need: with 8191, both passes together run at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 8191` of a copy's rate, and with 777, which
-# are loaded one by one, at :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 777`. The others
-# lose more. Against the best of them it is :measured:`layer-norm-odd-fp16: triton_gallery / peers at 8191` and
+# are loaded one by one, at :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 777`. Against the
+# best other provider that is :measured:`layer-norm-odd-fp16: triton_gallery / peers at 8191` and
 # :measured:`layer-norm-odd-fp16: triton_gallery / peers at 777`; the lowest ratio of the sweep is
 # :measured:`layer-norm-odd-fp16: triton_gallery / peers at worst`. Who can choose a length chooses a multiple of 8.
 #
