@@ -212,16 +212,25 @@ def test_each_kind_of_argument_is_a_call_of_its_own(device):
 
 @pytest.mark.gpu
 def test_a_replay_follows_the_float32_precision(device):
-    a, b = torch.randn(2, 128, 128, device=device)
+    a, b = torch.randn(2, 2, 2, 128, 64, device=device).requires_grad_()
+    # With and without a gradient, and the gradients.
+    calls = [
+        lambda: tg.matmul(a.detach(), b.mT.detach()),
+        lambda: tg.attention(a.detach(), b.detach(), b.detach()),
+        lambda: torch.autograd.grad(tg.matmul(a, b.mT).sum(), a)[0],
+        lambda: torch.autograd.grad(tg.matmul(a, b.mT, activation="gelu").sum(), a)[0],
+        lambda: torch.autograd.grad(tg.attention(a, b, b).sum(), a)[0],
+    ]
     before = torch.get_float32_matmul_precision()
     try:
-        results = {}
-        for precision in ("highest", "high") * 3:
-            torch.set_float32_matmul_precision(precision)
-            assert torch.equal(results.setdefault(precision, tg.matmul(a, b)), tg.matmul(a, b))
+        for call in calls:
+            results = {}
+            for precision in ("highest", "high") * 4:
+                torch.set_float32_matmul_precision(precision)
+                assert torch.equal(results.setdefault(precision, call()), call())
+            assert not torch.equal(results["highest"], results["high"])
     finally:
         torch.set_float32_matmul_precision(before)
-    assert not torch.equal(results["highest"], results["high"])
 
 
 @pytest.mark.gpu
@@ -349,8 +358,8 @@ def test_dense_tensors():
 # --- the pieces of a replay, which need no GPU ------------------------------------------------------------------------
 
 
-def kind(*args):
-    return _kind(args, [])
+def kind(*args, **options):
+    return _kind(args, [], **options)
 
 
 def test_what_is_another_call_has_another_kind():
@@ -366,8 +375,10 @@ def test_what_is_another_call_has_another_kind():
     try:
         torch.use_deterministic_algorithms(False)
         kinds.add(kind(x))
+        kinds.add(kind(x, tf32=True))
         torch.set_float32_matmul_precision("high")
-        kinds.add(kind(x))
+        kinds.add(kind(x, tf32=True))
+        assert kind(x) in kinds
     finally:
         torch.set_float32_matmul_precision(before)
     for dtype in (torch.float16, torch.bfloat16):
@@ -680,7 +691,7 @@ def in_a_trace(see):
 )
 def test_what_is_set_for_all_calls_is_looked_at(run):
     call = aligned(4, 8), aligned(4, 8)
-    recognize = _recognizer(call, None)
+    recognize = _recognizer(call, None, tf32=True)
     assert recognize(call) is not None
     seen = []
     run(lambda: seen.append(recognize(call)))
@@ -697,10 +708,10 @@ def test_whether_gradients_are_recorded_counts_where_one_would_be():
 
 
 def test_only_float32_depends_on_tf32():
-    call, seen = (aligned(8, dtype=torch.float16),), []
-    recognize = _recognizer(call, None)
-    under_tf32(lambda: seen.append(recognize(call)))
-    assert seen == [[call[0].data_ptr()]]
+    half, single, seen = aligned(8, dtype=torch.float16), aligned(8), []
+    calls = [(_recognizer((x,), None, tf32), x) for x, tf32 in ((half, True), (single, False), (single, True))]
+    under_tf32(lambda: seen.extend(recognize((x,)) for recognize, x in calls))
+    assert seen == [[half.data_ptr()], [single.data_ptr()], None]
 
 
 @pytest.mark.filterwarnings("ignore:.*prototype")
@@ -959,6 +970,17 @@ def floats(address, n):
     return torch.frombuffer((ctypes.c_float * n).from_address(address), dtype=torch.float32)
 
 
+def by_operator(op, function, first_only=False):
+    """What `differentiable` does, without torch's registration."""
+
+    def setup(ctx, inputs, output):
+        vars(ctx).update(function.constants(*inputs))
+        function.setup(ctx, inputs, output)
+
+    function.op, function.first_only = op, first_only
+    function.forward = forward_by(lambda inputs: op(*inputs), setup, first_only)
+
+
 @pytest.fixture
 def times(fake_gpu, monkeypatch):
     """Multiplies each element by itself and a number, on the GPU that is none; as it is replayed, and what ran it."""
@@ -979,6 +1001,10 @@ def times(fake_gpu, monkeypatch):
 
     class Times(torch.autograd.Function):
         @staticmethod
+        def constants(x, number):
+            return {"shape": x.shape}
+
+        @staticmethod
         def setup(ctx, inputs, output):
             x, ctx.number = inputs
             ctx.save_for_backward(x)
@@ -987,10 +1013,9 @@ def times(fake_gpu, monkeypatch):
         @staticmethod
         def backward(ctx, dout):
             assert ctx.needs_input_grad == ctx.needed == (True, False)
-            return 2 * ctx.number * ctx.saved_tensors[0] * dout, None
+            return 2 * ctx.number * ctx.saved_tensors[0] * dout.expand(ctx.shape), None
 
-    Times.op, Times.first_only = op, False
-    Times.forward = forward_by(lambda inputs: op(*inputs), Times)
+    by_operator(op, Times)
     call, called = make(lambda x, number: apply(Times, x, number), varying=1)
     return call, called, ran
 
@@ -1006,13 +1031,13 @@ def test_a_replay_stands_in_for_the_operator_of_a_function(times, fake_gpu, repl
         assert torch.equal(out, x.square() * (3 + i))
         (dx,) = torch.autograd.grad(out, x, torch.ones(64))
         assert torch.equal(dx, 2 * (3 + i) * x)
-        nodes.add(type(out.grad_fn))
+        nodes.add(type(out.grad_fn).__name__)
         # Twice the call and its operator, and then the operator's replay is looked up.
         assert (len(called), len(ran), len(replays), len(kinds)) == (min(i + 1, 2), 1, i, min(3 * i + 3, 6))
         assert i == 0 or fake_gpu[-1] == (x.data_ptr(), out.data_ptr(), 64, 3 + i)
-    # The backward pass does not look like another function's.
-    (node,) = nodes
-    assert node.__name__ == "TimesBackward"
+    # The backward pass does not look like another function's, and has its constants from its class.
+    assert nodes == {"TimesBackward"}
+    assert out.grad_fn.shape == (64,) and vars(out.grad_fn).keys() == {"number", "needed"}
     # Without a gradient the operator itself is called.
     with torch.no_grad():
         assert not call(x, 3).requires_grad and len(called) == 3
@@ -1123,6 +1148,10 @@ def test_autograd_sees_the_first_output_alone_where_it_shall(fake_gpu):
 
     class First(torch.autograd.Function):
         @staticmethod
+        def constants(x):
+            return {}
+
+        @staticmethod
         def setup(ctx, inputs, output):
             ctx.save_for_backward(output[1])
 
@@ -1130,8 +1159,7 @@ def test_autograd_sees_the_first_output_alone_where_it_shall(fake_gpu):
         def backward(ctx, dout):
             return dout * ctx.saved_tensors[0]
 
-    First.op, First.first_only = op, True
-    First.forward = forward_by(lambda inputs: op(*inputs), First)
+    by_operator(op, First, first_only=True)
     call, called = make(lambda x: apply(First, x))
     for i in range(4):
         x = aligned(64).requires_grad_()

@@ -24,7 +24,7 @@ def apply(function: type[torch.autograd.Function], *args):
     return output
 
 
-def operator(fake: Callable, vmap: Callable | None = None, varying: int | None = None) -> Callable:
+def operator(fake: Callable, vmap: Callable | None = None, varying: int | None = None, tf32: bool = False) -> Callable:
     """Register a launcher as ``torch.ops.triton_gallery.<name>`` without a cost for eager calls.
 
     Args:
@@ -32,6 +32,7 @@ def operator(fake: Callable, vmap: Callable | None = None, varying: int | None =
         vmap: the rule for a batch of calls, like the static method `vmap` of :class:`torch.autograd.Function`; without
             one they are made one after another.
         varying: the position of an argument that is another one at each call, as in `replayed`.
+        tf32: whether torch's precision of float32 products makes a difference.
 
     ``torch.compile`` and other tracers see one opaque operator, and torch resolves what is no plain tensor; an eager
     call goes straight to the launcher, because the dispatcher would cost more host time than the launch. The launcher's
@@ -60,7 +61,7 @@ def operator(fake: Callable, vmap: Callable | None = None, varying: int | None =
                 return call.transformed.apply(*args)
             return launcher(*args) if all(map(is_plain, tensors)) and not is_tracing() else overload(*args)
 
-        call = replayed(launch_or_dispatch, varying)
+        call = replayed(launch_or_dispatch, varying, tf32)
         rule = vmap or functools.partial(one_by_one, call)
         registered.register_vmap(rule)
         call.registered, call.transformed = registered, _transformed(call, rule)
@@ -112,13 +113,21 @@ def differentiable(op: Callable, function: type[torch.autograd.Function], first_
 
     Args:
         op: what `operator` made.
-        function: with the method `backward`, and with `setup`, which takes the same as torch's `setup_context`.
+        function: with the method `backward` and two that prepare its `ctx`. `constants` takes the inputs and gives the
+            attributes that are the same whenever the inputs are of the same kind; `setup` takes the same as torch's
+            `setup_context` and does the rest.
         first_only: autograd sees the first output alone, because each costs the host more than a microsecond.
     """
+
+    def setup_context(ctx, inputs, output):
+        for name, value in function.constants(*inputs).items():
+            setattr(ctx, name, value)
+        function.setup(ctx, inputs, output)
+
     function.op, function.first_only = op, first_only
-    function.forward = forward_by(lambda inputs: op(*inputs), function)
-    op.registered.register_autograd(function.backward, setup_context=function.setup)
-    op.transformed.setup_context = staticmethod(function.setup)
+    function.forward = forward_by(lambda inputs: op(*inputs), setup_context, first_only)
+    op.registered.register_autograd(function.backward, setup_context=setup_context)
+    op.transformed.setup_context = staticmethod(setup_context)
     op.transformed.backward = staticmethod(function.backward)
 
 

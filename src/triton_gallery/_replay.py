@@ -22,7 +22,7 @@ _empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
-def replayed(function: Callable, varying: int | None = None) -> Callable:
+def replayed(function: Callable, varying: int | None = None, tf32: bool = False) -> Callable:
     """`function`, whose later calls with arguments of the same kind go to the kernels without the Python between.
 
     On a GPU most of what a small call costs is Python: checks, strides, block sizes. All of that follows from shapes,
@@ -39,6 +39,7 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
         function: what is called.
         varying: the position of an argument that may be an int of 64 bits, another one at each call. It must reach
             kernels unchanged, as an argument that they do not specialize on.
+        tf32: whether torch's precision of float32 products makes a difference; to ask for it takes a while.
     """
     replays = {}  # kind of the arguments -> a _Replay, or None where there can be none
     recent = {}  # shape of the first argument -> a few calls with one, newest first
@@ -64,10 +65,10 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
         if not kwargs and varying in range(len(values)) and _is_int64(values[varying]):
             args = values = (*values[:varying], Varying(values[varying]), *values[varying + 1 :])
         addresses = []
-        key = _kind(values, addresses)
+        key = _kind(values, addresses, tf32)
         if key is None:
             result, *how = _record_application(function, args, kwargs)
-            _remember(recent, place, values, varying, *how)
+            remember(place, values, *how)
             return result
         if kwargs:
             key = (key, *kwargs)
@@ -81,13 +82,22 @@ def replayed(function: Callable, varying: int | None = None) -> Callable:
             return function(*args, **kwargs)
         if replay.chances > 0:
             replay.chances -= 1
-            _remember(recent, place, values, varying, replay.run, replay.device)
+            remember(place, values, replay.run, replay.device)
         return replay.run(values, addresses)
+
+    def remember(place: tuple, values: tuple, again: Callable | None, device: int | None) -> None:
+        """Add a call to those that are recognized; where there are too many, the oldest goes."""
+        recognize = None if again is None else _recognizer(values, varying, tf32)
+        if recognize is not None:
+            if len(recent) >= _MAX_REPLAYS:
+                recent.clear()
+            # A new tuple, because another thread may be looking at the old one.
+            recent[place] = ((recognize, again, device), *recent.get(place, ()))[:_MAX_RECENT]
 
     def replay_of(args: tuple) -> _Replay | None:
         """What a call with these arguments and without a gradient replays."""
         with torch.no_grad():
-            return replays.get(_kind(args, []))
+            return replays.get(_kind(args, [], tf32))
 
     call.replay_of = replay_of
     _caches.append((replays, recent))
@@ -107,12 +117,12 @@ def _is_int64(value: object) -> bool:
     return type(value) in (int, Varying) and -(2**63) <= value < 2**63
 
 
-def _kind(args: Iterable, addresses: list[int]) -> tuple | None:
+def _kind(args: Iterable, addresses: list[int], tf32: bool = False) -> tuple | None:
     """What a replay depends on but for the tensors' addresses, which it adds to the list; None if there can be none."""
     if forward_ad._current_level >= 0:
         return None
     grad_enabled = torch.is_grad_enabled()
-    key = [allows_tf32(), torch._C._get_deterministic_algorithms(), autocast_dtype()]
+    key = [tf32 and allows_tf32(), torch._C._get_deterministic_algorithms(), autocast_dtype()]
     for arg in args:
         kind = type(arg)
         if kind in TENSORS:
@@ -189,7 +199,7 @@ def _record_application(function: Callable, args: tuple, kwargs: dict) -> tuple[
     if replay is not None:
         if replay.chances == _Replay.chances:  # the first call of its kind, which may stay the only one
             return result, None, None
-        applied = replay.within(applied)
+        applied = replay.within(applied, arguments)
     # Without what torch puts around it for transforms and default arguments.
     text = _Text(apply=getattr(super(torch.autograd.Function, applied), "apply", applied.apply))
     words = [f"values[{found[i]}]" if i in found else text.name(argument) for i, argument in enumerate(arguments)]
@@ -197,9 +207,8 @@ def _record_application(function: Callable, args: tuple, kwargs: dict) -> tuple[
     return result, text.function(), replay and replay.device
 
 
-def forward_by(run: Callable[[tuple], object], function: type[torch.autograd.Function]) -> staticmethod:
-    """The method `forward` that gets its outputs from `run` and is `differentiable` by `function`."""
-    setup, first_only = function.setup, function.first_only
+def forward_by(run: Callable[[tuple], object], setup: Callable, first_only: bool) -> staticmethod:
+    """The method `forward` that gets its outputs from `run`, as `differentiable` wants it."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -244,19 +253,7 @@ def _compiled(text: str) -> CodeType:
 # --- calls that are recognized ----------------------------------------------------------------------------------------
 
 
-def _remember(
-    recent: dict, place: tuple, values: tuple, varying: int | None, again: Callable | None, device: int | None
-) -> None:
-    """Add a call to those that are recognized; where there are too many, the oldest goes."""
-    recognize = None if again is None else _recognizer(values, varying)
-    if recognize is not None:
-        if len(recent) >= _MAX_REPLAYS:
-            recent.clear()
-        # A new tuple, because another thread may be looking at the old one.
-        recent[place] = ((recognize, again, device), *recent.get(place, ()))[:_MAX_RECENT]
-
-
-def _recognizer(values: tuple, varying: int | None) -> Callable[[tuple], list[int] | None] | None:
+def _recognizer(values: tuple, varying: int | None, tf32: bool = False) -> Callable[[tuple], list[int] | None] | None:
     """A function that gives the addresses of the tensors in a call like this one, and None for every other.
 
     It takes a fraction of the time of `_kind` and tells apart all that `_kind` does. What torch.compile guards its
@@ -282,7 +279,7 @@ def _recognizer(values: tuple, varying: int | None) -> Callable[[tuple], list[in
     others = [(i, v) for i, v in enumerate(values) if i not in places and not (varies and i == varying)]
     grad_enabled = torch.is_grad_enabled() if any(x.requires_grad for x in tensors) else None
     deterministic = torch._C._get_deterministic_algorithms()
-    tf32 = allows_tf32() if any(x.dtype == torch.float32 for x in tensors) else None
+    allowed = allows_tf32() if tf32 and any(x.dtype == torch.float32 for x in tensors) else None
     autocasts_to = autocast_dtype()  # whether it does at all the guards see
     try:
         hash(tuple(others))  # what has none may change
@@ -319,7 +316,7 @@ def _recognizer(values: tuple, varying: int | None) -> Callable[[tuple], list[in
     text.add("except (AttributeError, RuntimeError): return None")
     same = [f"check({', '.join(f'v{i}' for i in once)})", f"is_deterministic() is {deterministic}"]
     same += [f"is_grad_enabled() is {grad_enabled}"] if grad_enabled is not None else []
-    same += [f"allows_tf32() is {tf32}"] if tf32 is not None else []
+    same += [f"allows_tf32() is {allowed}"] if allowed is not None else []
     same += [f"autocast_dtype() is {text.name(autocasts_to)}"] if autocasts_to is not None else []
     same += [f"is_int64(v{varying})"] if varies else []
     same += [f"a{i} != a{j}" for i, j in combinations(once, 2)]
@@ -417,11 +414,15 @@ class _Replay:
         text.add("return x0" if isinstance(result, torch.Tensor) else f"return {text.name(type(result))}(({made}))")
         return text.function()
 
-    def within(self, function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-        """`function`, with this replay in place of its operator."""
+    def within(self, function: type[torch.autograd.Function], inputs: tuple) -> type[torch.autograd.Function]:
+        """`function`, with this replay in place of its operator, and what is the same at each call in its class."""
         if self.function is None:
-            # Without the metaclass's __init__, which would make another class for the same backward pass.
-            namespace = {"forward": forward_by(self.run, function)}
+            # What autograd makes for a call, `ctx`, is an object of this class.
+            backward_class = function._backward_cls
+            backward_class = type(backward_class.__name__, (backward_class,), function.constants(*inputs))
+            forward = forward_by(self.run, function.setup, function.first_only)
+            # Without the metaclass's __init__, which would make that class itself.
+            namespace = {"forward": forward, "_backward_cls": backward_class}
             self.function = type.__new__(type(function), function.__name__, (function,), namespace)
         return self.function
 

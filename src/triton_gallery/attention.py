@@ -1,5 +1,6 @@
 """Attention: scores that never reach memory, forward and backward, for every length, head dimension and stride."""
 
+import functools
 import math
 import sys
 
@@ -803,7 +804,7 @@ def _vmap(op, n_tensors, info, in_dims, *args):
     return tuple(x.unflatten(0, tensors[0].shape[:2]) for x in outputs), 0
 
 
-@operator(fake=_empty_forward, vmap=lambda *args: _vmap(_attention_fwd, 3, *args))
+@operator(fake=_empty_forward, vmap=lambda *args: _vmap(_attention_fwd, 3, *args), tf32=True)
 def _attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lower: int | None, upper: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -913,7 +914,7 @@ def _empty_backward(
     return _empty_as(q, q.shape[-1]), _empty_as(k, k.shape[-1]), _empty_as(v, v.shape[-1])
 
 
-@operator(fake=_empty_backward, vmap=lambda *args: _vmap(_attention_bwd, 7, *args))
+@operator(fake=_empty_backward, vmap=lambda *args: _vmap(_attention_bwd, 7, *args), tf32=True)
 def _attention_bwd(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, scale: float, lower: int | None, upper: int | None,
@@ -991,9 +992,12 @@ def _attention_bwd(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
+    def constants(q, k, v, *options):
+        return {"options": options}
+
+    @staticmethod
     def setup(ctx, inputs, output):
-        q, k, v, *ctx.constants = inputs
-        ctx.save_for_backward(q, k, v, *output)
+        ctx.save_for_backward(*inputs[:3], *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -1004,7 +1008,7 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         differentiated = torch.is_grad_enabled() and not is_transformed()
         backward = _AttentionBackward.apply if differentiated else _attention_bwd
-        return *backward(dout, dlse, q, k, v, out, lse, *ctx.constants), None, None, None
+        return *backward(dout, dlse, q, k, v, out, lse, *ctx.options), None, None, None
 
 
 differentiable(_attention_fwd, _Attention)
@@ -1026,7 +1030,7 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
-@replayed
+@functools.partial(replayed, tf32=True)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -168,8 +168,12 @@ def _dropout(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: fl
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
+    def constants(x, seed, seed_tensor, p):
+        return {"p": p}
+
+    @staticmethod
     def setup(ctx, inputs, output):
-        _, ctx.seed, seed_tensor, ctx.p = inputs
+        _, ctx.seed, seed_tensor, _ = inputs
         ctx.save_for_backward(seed_tensor)
 
     @staticmethod

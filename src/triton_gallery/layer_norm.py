@@ -681,11 +681,13 @@ def _layer_norm_bwd(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
+    def constants(x, weight, bias, n_cols, eps, subtract_mean, out_dtype):
+        bias_shape, bias_dtype = (None, None) if bias is None else (bias.shape, bias.dtype)
+        return {"n_cols": n_cols, "eps": eps, "bias_shape": bias_shape, "bias_dtype": bias_dtype}
+
+    @staticmethod
     def setup(ctx, inputs, output):
-        x, weight, bias, ctx.n_cols, ctx.eps, _, _ = inputs
-        _, mean, rstd = output
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.bias_shape, ctx.bias_dtype = (None, None) if bias is None else (bias.shape, bias.dtype)
+        ctx.save_for_backward(*inputs[:2], *output[1:])
 
     @staticmethod
     def backward(ctx, dy, *_):

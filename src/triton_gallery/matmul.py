@@ -1,5 +1,6 @@
 """Matrix multiplication: tiles, the order they are computed in, and an epilogue that costs no trip to memory."""
 
+import functools
 import math
 
 import torch
@@ -330,7 +331,7 @@ def _vmap(op, info, in_dims, a, b, bias, *options):
     return op(*aligned_batches((a, b), in_dims[:2]), bias, *options), 0
 
 
-@operator(fake=_empty_output, vmap=lambda *args: _vmap(_matmul, *args))
+@operator(fake=_empty_output, vmap=lambda *args: _vmap(_matmul, *args), tf32=True)
 def _matmul(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None, precision: str | None
 ) -> torch.Tensor:
@@ -343,7 +344,7 @@ def _empty_outputs(*args) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_output(*args), _empty_output(*args)
 
 
-@operator(fake=_empty_outputs, vmap=lambda *args: _vmap(_matmul_and_pre, *args))
+@operator(fake=_empty_outputs, vmap=lambda *args: _vmap(_matmul_and_pre, *args), tf32=True)
 def _matmul_and_pre(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None, precision: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -517,10 +518,13 @@ _SAVES_PRE = ("gelu", "silu")
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
+    def constants(a, b, bias, activation, precision):
+        return {"activation": activation, "precision": precision, "bias_shape": None if bias is None else bias.shape}
+
+    @staticmethod
     def setup(ctx, inputs, output):
-        a, b, bias, ctx.activation, ctx.precision = inputs
+        a, b, *_ = inputs
         ctx.set_materialize_grads(False)
-        ctx.bias_shape = None if bias is None else bias.shape
         saved = output if isinstance(output, torch.Tensor) else output[1]
         ctx.save_for_backward(a, b, None if ctx.activation is None else saved)
 
@@ -558,7 +562,7 @@ def _differentiable(a, b, bias, activation, precision):
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
-@replayed
+@functools.partial(replayed, tf32=True)
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,

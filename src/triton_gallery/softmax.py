@@ -821,10 +821,12 @@ def _softmax_bwd(y: torch.Tensor, dy: torch.Tensor, dim: int, dtype: torch.dtype
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
+    def constants(x, dim, dtype, is_log):
+        return {"dim": dim, "x_dtype": x.dtype, "is_log": is_log}
+
+    @staticmethod
     def setup(ctx, inputs, output):
-        x, ctx.dim, _, ctx.is_log = inputs
         ctx.save_for_backward(output)
-        ctx.x_dtype = x.dtype
 
     @staticmethod
     def backward(ctx, dy):
@@ -838,9 +840,12 @@ class _SoftmaxGrad(torch.autograd.Function):
     """The backward pass as a function of its own, so that it can be differentiated again, by torch's operations."""
 
     @staticmethod
+    def constants(y, dy, dim, x_dtype, is_log):
+        return {"dim": dim, "is_log": is_log}
+
+    @staticmethod
     def setup(ctx, inputs, output):
-        y, dy, ctx.dim, _, ctx.is_log = inputs
-        ctx.save_for_backward(y, dy)
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     def backward(ctx, ddx):
