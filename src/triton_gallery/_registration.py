@@ -65,6 +65,8 @@ def operator(fake: Callable, vmap: Callable | None = None, varying: int | None =
         rule = vmap or functools.partial(one_by_one, call)
         registered.register_vmap(rule)
         call.registered, call.transformed = registered, _transformed(call, rule)
+        tensors = [i for i, argument in enumerate(overload._schema.arguments) if "Tensor" in str(argument.type)]
+        call.n_inputs = 1 + max(*tensors, varying or 0)
         return call
 
     return decorate
@@ -115,7 +117,7 @@ def differentiable(op: Callable, function: type[torch.autograd.Function], first_
         op: what `operator` made.
         function: with the method `backward` and two that prepare its `ctx`. `constants` takes the inputs and gives the
             attributes that are the same whenever the inputs are of the same kind; `setup` takes the same as torch's
-            `setup_context` and does the rest.
+            `setup_context` and does the rest. Of the inputs, it may find none behind the last tensor.
         first_only: autograd sees the first output alone, because each costs the host more than a microsecond.
     """
 
@@ -124,7 +126,7 @@ def differentiable(op: Callable, function: type[torch.autograd.Function], first_
             setattr(ctx, name, value)
         function.setup(ctx, inputs, output)
 
-    function.op, function.first_only = op, first_only
+    function.op, function.n_inputs, function.first_only = op, op.n_inputs, first_only
     function.forward = forward_by(lambda inputs: op(*inputs), setup_context, first_only)
     op.registered.register_autograd(function.backward, setup_context=setup_context)
     op.transformed.setup_context = staticmethod(setup_context)

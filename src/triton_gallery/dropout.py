@@ -173,7 +173,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def setup(ctx, inputs, output):
-        _, ctx.seed, seed_tensor, _ = inputs
+        _, ctx.seed, seed_tensor, *_ = inputs
         ctx.save_for_backward(seed_tensor)
 
     @staticmethod
