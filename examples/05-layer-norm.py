@@ -127,9 +127,9 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # Line by line:
 #
 # - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the least power of two that
-#   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. The package makes tiles of 2048
-#   numbers: two rows of 1024, or 32 of 64, because with one short row to a program most threads would have nothing to
-#   do.
+#   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. The package makes tiles of at
+#   least 2048 numbers: two rows of 1024, or 32 of 64, because with one short row to a program most threads would have
+#   nothing to do.
 # - `COMPUTE_DTYPE` is the dtype of the statistics: float32, and float64 for float64 input. What is loaded is widened
 #   at once, and narrowed again only by the last store.
 # - `mean` is :math:`\mu`. Lanes beyond the row's end were loaded as 0, and 0 adds nothing to a sum.
@@ -614,6 +614,7 @@ def provided(provider):
     sweep("layer-norm-fwd-fp16", LENGTHS, PROVIDERS),
     title="Layer norm, forward pass of 4096 rows, float16",
     limit="copy",
+    rounds=3,
 )
 def bench_forward(M, N, provider):
     x = torch.randn(M, N, device=DEVICE, dtype=torch.float16)

@@ -27,8 +27,13 @@ NORMS = pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def small_blocks(monkeypatch):
     """Limits so small that rows of a few dozen elements take the paths of rows of many thousands."""
     monkeypatch.setattr(module, "_FWD_MAX_BYTES", 256)
-    monkeypatch.setattr(module, "_FWD_TILE", 32)
     monkeypatch.setattr(module, "_ONE_BLOCK_COLS", 32)
+
+    def small_tile(x, n_cols, vectorized):
+        block_n = module.next_power_of_2(n_cols)
+        return 32 // block_n, block_n, 4
+
+    monkeypatch.setattr(module, "_fwd_tile", small_tile)
     monkeypatch.setattr(module, "_FWD_LONG_TILE", 16)
     monkeypatch.setattr(module, "_fwd_block", lambda *_: (16, 4))
     monkeypatch.setattr(module, "_BWD_TILE", 32)

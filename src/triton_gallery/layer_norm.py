@@ -20,8 +20,6 @@ from ._replay import replayed
 # twice.
 _FWD_MAX_COLS = 24576
 _FWD_MAX_BYTES = 98304
-# Short rows share a program, so many that it has about this many elements.
-_FWD_TILE = 2048
 # Longer rows than this have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024
 _FWD_LONG_TILE = 4096
@@ -435,11 +433,27 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _fwd_block(n_cols: int, vectorized: bool) -> tuple[int, int]:
-    """(columns of a block, warps) for a row in registers: measured on an H200."""
-    if n_cols < 2048:
-        return 512, 2
+def _fwd_tile(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program for short rows: measured on an H200."""
+    block_n = next_power_of_2(n_cols)
+    if x.dtype == torch.float64:
+        return 2048 // block_n, block_n, 4
     if not vectorized:
+        # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
+        return max(8, 2048 // block_n), block_n, max(1, block_n // 256)
+    if x.dtype == torch.float32:
+        return max(4, 2048 // block_n), block_n, 4
+    return 2048 // block_n, block_n, max(1, block_n // 512)
+
+
+def _fwd_block(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int]:
+    """(columns of a block, warps) for a row in registers: measured on an H200."""
+    wide = x.dtype == torch.float64
+    if n_cols < 2048:
+        return 512, 1 if x.element_size() == 2 and not vectorized else 2
+    if wide or not vectorized:
+        if n_cols <= 4096 and not wide:
+            return 512, 4
         return (1024, 8) if n_cols <= 12288 else (2048, 16)
     if n_cols <= 8192:
         return 1024, 4
@@ -541,10 +555,7 @@ def _layer_norm_fwd(
     arguments = rows, weight, bias, y, mean if subtract_mean else None, rstd
     vectorized, align = alignment((rows,), n_cols, rows.stride(0))
     if n_cols <= _ONE_BLOCK_COLS:
-        block_n = next_power_of_2(n_cols)
-        block_m = _FWD_TILE // block_n
-        # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
-        num_warps = 4 if x.dtype == torch.float64 else max(1, block_n // (512 if vectorized else 256))
+        block_m, block_n, num_warps = _fwd_tile(x, n_cols, vectorized)
         launch(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
@@ -552,7 +563,7 @@ def _layer_norm_fwd(
     elif (kernels := _for_hopper(x.device)) and (plan := kernels.plan_forward(rows, weight, bias)):
         kernels.forward(*arguments, eps, plan)
     elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_COLS):
-        block_n, num_warps = _fwd_block(n_cols, vectorized and x.dtype != torch.float64)
+        block_n, num_warps = _fwd_block(x, n_cols, vectorized)
         launch(
             _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
             N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
