@@ -646,9 +646,9 @@ def test_norms_refuse_eps(norm, name, device):
 
 def test_layer_norm_refuses_params_that_torch_refuses(device):
     x = torch.randn(3, 4, device=device)
-    with pytest.raises(TypeError, match="layer_norm: weight must have one of the dtypes float32, got float16"):
+    with pytest.raises(TypeError, match="weight must have the dtype float32 where x has float32, got float16"):
         tg.layer_norm(x, 4, torch.ones(4, device=device).half())
-    with pytest.raises(TypeError, match="layer_norm: bias must have one of the dtypes float16, float32, got bfloat16"):
+    with pytest.raises(TypeError, match="must have the dtype float16 or float32 where x has float16, got bfloat16"):
         tg.layer_norm(x.half(), 4, None, torch.ones(4, device=device).bfloat16())
     with pytest.raises(ValueError, match=r"layer_norm: bias must have shape \(4,\), got \(3,\)"):
         tg.layer_norm(x, 4, None, torch.ones(3, device=device))

@@ -99,7 +99,11 @@ def _transformed(op: Callable, rule: Callable) -> type:
 
         @staticmethod
         def backward(ctx, *grads):
-            raise NotImplementedError(f"triton_gallery.{op.__name__.removeprefix('_')} has no derivative")
+            # Only a gradient's operator has none of its own.
+            name = op.__name__.removeprefix("_").removesuffix("_bwd")
+            raise NotImplementedError(
+                f"{name}: torch.func can differentiate it once; for a second derivative use torch.nn.functional's"
+            )
 
         @staticmethod
         def jvp(ctx, *tangents):

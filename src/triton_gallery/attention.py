@@ -1076,6 +1076,7 @@ def attention(
         TypeError: an argument of the wrong type, a dtype that is not supported, or dtypes that differ.
         ValueError: shapes that do not fit together, a head_dim over 256, a scale that is not finite, a negative window,
             an unknown alignment, or tensors on different devices.
+        NotImplementedError: forward-mode differentiation reaches an argument, or a gradient is differentiated again.
 
     Notes:
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and

@@ -282,6 +282,7 @@ def dropout(
     Raises:
         TypeError: x is no floating-point tensor, or p, training or seed has another type.
         ValueError: p is outside [0, 1] or NaN, or the seed exceeds 64 bits or is on another device than x.
+        NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
         Element i, counted in row-major order whatever the strides, takes word i % 8 // 2 of the Philox-4x32-10 counter

@@ -801,7 +801,10 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     for name, param in (("weight", weight), ("bias", bias)):
         if param is None:
             continue
-        check_tensor(op, name, param, affine_dtypes)
+        check_tensor(op, name, param)
+        if param.dtype not in affine_dtypes:
+            allowed, got = " or ".join(map(str, affine_dtypes)).replace("torch.", ""), str(param.dtype)[6:]
+            raise TypeError(f"{op}: {name} must have the dtype {allowed} where x has {str(x.dtype)[6:]}, got {got}")
         if tuple(param.shape) != normalized_shape:
             raise ValueError(f"{op}: {name} must have shape {normalized_shape}, got {tuple(param.shape)}")
     check_same_device(op, x=x, weight=weight, bias=bias)
@@ -846,6 +849,7 @@ def layer_norm(
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
         ValueError: shapes or devices do not match, or eps is NaN.
+        NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
@@ -897,6 +901,7 @@ def rms_norm(
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
         ValueError: shapes or devices do not match, or eps is NaN.
+        NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
         The kernels are those of :func:`layer_norm`, with the mean left in: float32 sums (float64 for float64), rows of

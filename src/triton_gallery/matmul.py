@@ -596,6 +596,7 @@ def matmul(
             a gradient.
         ValueError: shapes do not match, the devices differ or cannot run a kernel, activation or precision is none of
             the names above, or the dtype is float8_e4m3fn on an NVIDIA GPU before compute capability 8.9.
+        NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
         Sums are kept in float32 (float64 for float64); bias and activation are applied to them before the one rounding.

@@ -917,6 +917,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     Raises:
         TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.
         ValueError: x has no dimension dim, or lives where no kernel can run.
+        NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
@@ -960,6 +961,7 @@ def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = N
     Raises:
         TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.
         ValueError: x has no dimension dim, or lives where no kernel can run.
+        NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
         The kernels are those of :func:`softmax` with another last line, and what is noted there holds here.

@@ -192,6 +192,7 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         TypeError: x is no tensor, y neither tensor nor number, a dtype is not supported, or alpha is no number, or one
             that the result's dtype does not take.
         ValueError: the shapes do not broadcast, the tensors live on different devices, or an int exceeds 64 bits.
+        NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
         An alpha or a number that the result's dtype cannot hold wraps around (integers) or becomes infinite; torch
