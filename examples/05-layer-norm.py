@@ -239,15 +239,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #   program sees all of it. Then a small kernel computes both numbers beforehand, and `row_means_ptr` leads to them.
 # - `dw` and `db` are tiles like `x`: within the loop each lane adds to its own number and waits for nobody. The
 #   rows of a tile meet once, after the loop.
-# - In the second kernel a program owns 16 columns, loads all partial rows of them as one tile and adds them up.
+# - In the second kernel a program owns a few columns. Its lanes add up the partial rows of them, a tile at a time, and
+#   meet at the end.
 # - `PDL` stands for *programmatic dependent launch*, which NVIDIA's GPUs have from Hopper on. The first kernel calls
 #   `gdc_launch_dependents` when it has nothing left to do but store its sums. Then the GPU starts programs of the
 #   second one wherever there is room, and those wait in `gdc_wait` until the first kernel has ended. What it saves
 #   is the start of the second kernel. Our launcher below leaves it off.
 #
-# Rows of 1025 to 8192 numbers of 16 bits take a kernel that sums the same way, but cuts a row into equal blocks, as the
-# forward pass will do below, and keeps `x` and `dy` as they were loaded (`_layer_norm_bwd_blocks_kernel`). The next
-# power of two may be nearly twice the row; of the last block at most a part is empty.
+# Rows of more than 1024 numbers, up to 10240 of 16 bits or 5120 of 32, take a kernel that sums the same way, but cuts a
+# row into equal blocks, as the forward pass will do below (`_layer_norm_bwd_blocks_kernel`). The next power of two may
+# be nearly twice the row; of the last block at most a part is empty. A program has one row at a time there, and as few
+# warps as have the registers for it: the fewer, the fewer wait for each other at each sum.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -820,22 +822,33 @@ shapes_report
 #
 # Rows that begin anywhere
 # ------------------------
-# A thread loads 16 bytes at once, but only from an address that is a multiple of 16. A row of 8191 float16 numbers is
-# 16382 bytes long, so the second row begins two bytes before such an address, the third one four, and only the ninth
-# begins at one again. A kernel in `tl` then loads each number by itself, with eight times as many instructions. Nor can
-# it load them ahead of time: an asynchronous copy moves four bytes at least. What stages do for other rows, smaller
-# programs do for these, of which more are under way, and wait, at the same time.
+# A thread loads a *vector* of 16 bytes at once, but only from an address that is a multiple of 16. A row of 8191
+# float16 numbers is 16382 bytes long, so the second row begins two bytes before such an address, the third one four,
+# and only the ninth begins at one again. Who takes such a row from its first number must load each number by itself,
+# with eight times as many instructions. Nor can they be loaded ahead of time: an asynchronous copy moves four bytes at
+# least.
 #
-# On Hopper the parts of long rows are moved in whole vectors of 16 bytes all the same. A program starts with the vector
-# in which its part begins, and a mask leaves out the numbers ahead of it. The vector in which one row ends and the next
-# begins is loaded for both; of what is stored there, each writes its own numbers one by one. The numbers of a thread's
-# vectors must not move from row to row, because it adds up the gradients of the same columns in all of them. So the
-# number of rows that are under way at a time is a multiple of eight if the length is odd, and all rows of a program
-# begin at the same place in a vector.
+# So the package starts with the vector in which the row begins. The one in which a row ends and the next begins is
+# loaded for both, and each sets to 0 what is not its own before it counts. Of the result, whole vectors are stored at
+# once, and what is left at the two ends number by number. Here is how blocks of columns are loaded and stored:
+
+# quote: triton_gallery._vectors.load_vectors
+# quote: triton_gallery._vectors.store_vectors
+
+# %%
+# That would do for a softmax. Layer norm has a weight, and adds up the weight's gradient: a lane must meet the same
+# columns in all rows, wherever they begin. Rows that are eight apart begin at the same place in a vector, whatever
+# their length. So the number of programs is a multiple of eight, each takes every so many-th row, as it does anyway,
+# and loads the weight once, moved to that place. The vector in which the very last row ends may reach past the end of
+# `x`; this row is loaded number by number.
 #
-# Parts cost more to start than they save where there is little to do. That is why rows of this kind are cut, forward,
-# from 24577 numbers on, and from 8193 on where there are 48 MiB of them; backward from 8193 on, and from 2049 on where
-# there are 32 MiB. Here are a forward and a backward pass together, over 128 MiB whatever the length.
+# Parts of rows on Hopper copy only whole vectors to shared memory. What is left at the ends is loaded number by number,
+# two rows ahead, by the first threads of a program; it joins the sums when the lanes meet.
+#
+# Forward, the first way is that of 128 to 8184 numbers of 16 bits and of up to 1024 of float32. Others have less to
+# gain: they are loaded number by number, until from 24577 on they are cut into parts, and from 8193 on where there are
+# 48 MiB of them. Backward it is that of rows that stay in registers, and longer ones have parts. Here are a forward and
+# a backward pass together, over 128 MiB whatever the length.
 
 
 @tg.benchmark.perf_report(
@@ -874,13 +887,13 @@ odd_report.plot()
 odd_report
 
 # %%
-# It does not make up for everything. The numbers at the ends of a part are stored one by one, and masks take time that
-# a row of 8192 numbers does not need: with 8191, both passes together run at
-# :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 8191` of a copy's rate, and with 777, which
-# are loaded one by one, at :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 777`. Against the
-# best other provider that is :measured:`layer-norm-odd-fp16: triton_gallery / peers at 8191` and
-# :measured:`layer-norm-odd-fp16: triton_gallery / peers at 777`; the lowest ratio of the sweep is
-# :measured:`layer-norm-odd-fp16: triton_gallery / peers at worst`. Who can choose a length chooses a multiple of 8.
+# It does not make up for everything: masks, and the numbers at the ends, take time that a row of 8192 numbers does not
+# need. With 8191, of which the last vector takes a block of its own, both passes together run at
+# :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 8191` of a copy's rate, with 777 at
+# :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 777`, and with 5001 at
+# :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 5001`. Against the best other provider, the
+# lowest ratio of the sweep is :measured:`layer-norm-odd-fp16: triton_gallery / peers at worst`. Who can choose a length
+# still chooses a multiple of 8.
 #
 # The registers are the budget
 # ----------------------------

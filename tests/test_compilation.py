@@ -97,6 +97,7 @@ CASES = [
     Case("layer_norm", [(64, 4001)], (F16, F32), {"normalized_shape": [4001], "weight": (4001,), "bias": (4001,)}),
     Case("layer_norm", [(4096, 5000)], (F16,), {"normalized_shape": [5000], "weight": (5000,), "bias": (5000,)}),
     Case("layer_norm", [(4096, 5120)], (F16,), {"normalized_shape": [5120], "weight": (5120,), "bias": (5120,)}),
+    Case("layer_norm", [(4096, 8001)], (F16,), {"normalized_shape": [8001], "weight": (8001,), "bias": (8001,)}),
     Case("layer_norm", [(4096, 8192)], (F16, F64), {"normalized_shape": [8192], "weight": (8192,), "bias": (8192,)}),
     Case("layer_norm", [(4096, 8192)], (F32,), {"normalized_shape": [8192], "weight": (8192,)}, targets=SMALL),
     Case("layer_norm", [(4096, 9216)], HALF, {"normalized_shape": [9216], "weight": (9216,), "bias": (9216,)}),
@@ -169,21 +170,17 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     },
     ("softmax 1024x8192 dim=0 float64", "sm_80"): (4, "half of a number, with Triton 3.9 alone"),
     ("softmax 4096x16383 float16", "sm_90"): (156, "nine chunks of a whole row, with Triton 3.9 alone"),
-    **{
-        ("layer_norm 64x4001", target): (240, "few threads, and so many programs at a time: faster all the same")
-        for target in ("sm_80", "sm_90", "sm_100")
-    },
-    ("layer_norm 4096x5120", "sm_100"): (24, "five blocks in 128 threads, and the mask of the last one"),
-    ("layer_norm 4096x5000", "sm_100"): (24, "the same"),
-    ("layer_norm 4096x9216", "sm_90"): (44, "sums of three chunks, with Triton 3.9 alone"),
-    ("layer_norm 4096x10008", "sm_90"): (72, "the same"),
-    ("layer_norm 4096x12288", "sm_90"): (44, "the same"),
-    ("layer_norm 4096x15872", "sm_90"): (4, "one value, with Triton 3.9 alone"),
-    ("rms_norm 4096x16384", "sm_90"): (20, "five values, with Triton 3.9 alone"),
-    ("layer_norm 4096x15873", "sm_90"): (56, "weight and bias stay in registers; 8 bytes before Triton 3.9"),
+    ("layer_norm 4096x2501", "sm_100"): (56, "dw and db of five blocks, with Triton 3.9 alone"),
+    ("layer_norm 4096x8001", "sm_80"): (4, "a value or some, for more warps at a time"),
+    ("layer_norm 4096x8001", "sm_90"): (12, "the same"),
+    ("layer_norm 4096x8001", "sm_100"): (12, "the same"),
+    ("layer_norm 4096x12288", "sm_90"): (36, "sums of three chunks, with Triton 3.9 alone"),
+    ("layer_norm 4096x15872", "sm_90"): (20, "the same"),
+    ("layer_norm 4096x15873", "sm_90"): (28, "the same; 2 bytes with Triton 3.7"),
     ("layer_norm 4096x24576", "sm_90"): (12, "addresses"),
-    ("layer_norm 4096x40999", "sm_90"): (8, "the same"),
-    ("layer_norm 4096x49152", "sm_90"): (12, "the same"),
+    ("layer_norm 4096x40999", "sm_90"): (32, "the same, and sums"),
+    ("layer_norm 4096x49152", "sm_90"): (12, "addresses"),
+    ("rms_norm 4096x16384", "sm_90"): (20, "five values, with Triton 3.9 alone"),
     ("matmul 4096x4096 4096 float64", "sm_90"): (8, "a value of 8 bytes, with Triton 3.9 alone"),
     ("matmul 4096x4096 4096 float64", "sm_100"): (8, "the same"),
     ("matmul 1024x1024 1024x1024", "sm_120"): (12, "three values: ptxas sets itself a limit of 80 registers"),
@@ -265,13 +262,25 @@ def test_rows_of_multiples_of_16_bytes_are_moved_16_bytes_at_a_time(op):
     tensors = [*(_tensor(shape, F16) for shape in rows), _tensor((4096, 1004), F32), _tensor((4096, 5004), F32)]
     args = [[x] if op == "softmax" else [x, x.shape[1], *[_tensor(x.shape[1:], x.dtype)] * 2] for x in tensors]
     # Not for Hopper, which has kernels of its own for long rows.
+    for kernel in compiled_for_sm_80(op, args):
+        assert kernel.load_bits == 128, kernel
+        assert not re.search(r"(ld|st)\.global\S*\.[bu]16\b", kernel.asm["ptx"]), kernel
+
+
+def compiled_for_sm_80(op, args):
+    """The kernels of some calls and of their gradients, less the one that sums columns."""
     calls = [(getattr(triton_gallery, op), arg, {}, True) for arg in args]
     for (kernels,) in codegen._compile(codegen._pack(calls, ("sm_80",))):
-        check(kernels, "sm_80", 0)
-        for kernel in kernels:
-            if kernel.name != "_layer_norm_bwd_dwdb_kernel":  # it sums columns
-                assert kernel.load_bits == 128, kernel
-                assert not re.search(r"(ld|st)\.global\S*\.[bu]16\b", kernel.asm["ptx"]), kernel
+        check(kernels, "sm_80", 4)
+        yield from (kernel for kernel in kernels if kernel.name != "_layer_norm_bwd_dwdb_kernel")
+
+
+@pytest.mark.xdist_group("rows")
+def test_rows_of_any_length_are_moved_16_bytes_at_a_time():
+    rows = [*(_tensor((4096, n), F16) for n in (129, 781, 2501, 8001)), _tensor((4096, 779), F32)]
+    args = [[x, x.shape[1], *[_tensor(x.shape[1:], x.dtype)] * 2] for x in rows]
+    for kernel in compiled_for_sm_80("layer_norm", args):
+        assert kernel.load_bits == kernel.store_bits == 128, kernel
 
 
 def test_rows_that_begin_between_multiples_of_16_bytes_are_read_number_by_number():

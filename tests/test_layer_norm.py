@@ -37,13 +37,8 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "_FWD_LONG_TILE", 16)
     monkeypatch.setattr(module, "_fwd_block", lambda *_: (16, 4))
     monkeypatch.setattr(module, "_BWD_TILE", 32)
-    in_blocks = module._bwd_in_blocks
-
-    def in_small_blocks(dy, x, n_cols, vectorized):
-        return (16, 4, 2, 3) if n_cols < 128 and in_blocks(dy, x, 4096, vectorized) else None
-
-    monkeypatch.setattr(module, "_bwd_in_blocks", in_small_blocks)
-    monkeypatch.setattr(module, "_DWDB_COLS", 4)
+    monkeypatch.setattr(module, "_DWDB_ROWS", 4)
+    monkeypatch.setattr(module, "_DWDB_TILE", 16)
 
 
 # --- the same call, to us, to torch and to torch in float64 ---
@@ -158,6 +153,25 @@ def test_rows_that_can_or_cannot_be_read_16_bytes_at_a_time(norm, dtype, n_cols,
 
 
 @NORMS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize(
+    ("n_rows", "n_cols"), [(1, 129), (2, 135), (8, 131), (9, 261), (37, 130), (50, 133), (5, 1023), (3, 2051)]
+)
+def test_rows_that_begin_anywhere(norm, dtype, n_rows, n_cols, device, monkeypatch):
+    monkeypatch.setattr(module, "_DWDB_TILE", 65536)  # few programs for the interpreter
+    assert module._in_blocks(n_cols, True, torch.empty(n_rows, n_cols, dtype=dtype)) or n_cols > 1024
+
+    def among_nans(padding):
+        # The row strides differ by multiples of 16 bytes; no kernel may take what lies between the rows for numbers.
+        x = torch.full((n_rows + 2, n_cols + padding), math.nan, device=device, dtype=dtype)[1:-1, :n_cols]
+        return x.copy_(torch.randn(n_rows, n_cols, device=device) + 0.5)
+
+    params = make_params(norm, (n_cols,), dtype, device)
+    check(norm, among_nans(8), (n_cols,), params, dy=among_nans(16))
+    check(norm, torch.randn(n_rows, n_cols, device=device).to(dtype), (n_cols,), params)
+
+
+@NORMS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("n_cols", [15, 16, 17, 31, 32, 33, 40, 64, 65, 130, 200])
 def test_long_rows_match_torch(norm, dtype, n_cols, device, small_blocks):
@@ -167,7 +181,7 @@ def test_long_rows_match_torch(norm, dtype, n_cols, device, small_blocks):
 
 @pytest.mark.parametrize("n_cols", [8192, 16385, 32768])
 def test_long_rows_match_torch_with_the_shipped_blocks(n_cols, device, monkeypatch):
-    monkeypatch.setattr(module, "_DWDB_COLS", 64)  # few programs for the interpreter
+    monkeypatch.setattr(module, "_DWDB_TILE", 65536)  # few programs for the interpreter
     x = torch.randn(2, n_cols, device=device)
     check("layer_norm", x, (n_cols,), make_params("layer_norm", (n_cols,), x.dtype, device))
 

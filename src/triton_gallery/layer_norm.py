@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,9 +12,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import hopper
 from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_transformed, needs_autograd
-from ._launch import alignment, cdiv, cuda_arch, is_hopper, launch, next_power_of_2, num_multiprocessors, pdl, scratch
+from ._launch import (
+    alignment,
+    cdiv,
+    cuda_arch,
+    is_hopper,
+    launch,
+    next_power_of_2,
+    num_multiprocessors,
+    pdl,
+    scratch,
+)
 from ._registration import apply, differentiable, one_by_one, operator
 from ._replay import replayed
+from ._vectors import inside, load_vectors, row_begin, row_vectors, rows_begin_alike, store_vectors
 
 # Rows of up to this many elements (of float64 half as many) stay in the registers of one program; so do longer ones of
 # up to this many bytes, if they are read 16 bytes at a time and cannot be cut into parts. What neither takes is read
@@ -23,9 +35,12 @@ _FWD_MAX_BYTES = 98304
 # Longer rows than this have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024
 _FWD_LONG_TILE = 4096
+# Vectors of a row that a thread keeps in its registers.
+_MAX_BLOCKS = 5
 _BWD_TILE = 4096
-# Columns that one program adds up from the partial rows of dw and db.
-_DWDB_COLS = 16
+# Partial rows of dw and db that one program adds up at a time, and how many numbers of them.
+_DWDB_ROWS = 1024
+_DWDB_TILE = 8192
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
@@ -189,6 +204,101 @@ def _layer_norm_fwd_long_kernel(
         _store_affine(x * rstd, weight_ptr, bias_ptr, y_ptr + row * n_cols + cols, cols, mask)
 
 
+@triton.jit
+def _load_shared(ptr, cols, begin, end, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load a block of what all rows of a program share, moved to where they begin in a vector."""
+    if ALIGNED:
+        return tl.load(ptr + cols, mask=cols // VECTOR * VECTOR < end, other=0.0)
+    else:
+        return tl.load(ptr + (cols - begin), mask=(cols >= begin) & (cols < end), other=0.0)
+
+
+@triton.jit
+def _normalize_rows(
+    x_ptr, weights, biases, y_ptr, mean_ptr, rstd_ptr, rows, n_rows, n_cols, x_row_stride, eps, begin, end,
+    VECTOR: tl.constexpr, BLOCK_N: tl.constexpr, N_BLOCKS: tl.constexpr, N_FULL: tl.constexpr,
+    IS_LAST_ROW: tl.constexpr,
+):  # fmt: skip
+    """Write y, mean and rstd of some rows of a program."""
+    COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    lanes = tl.arange(0, BLOCK_N)
+    row_mask = rows < n_rows
+    x_row_ptrs = row_vectors(x_ptr, rows, x_row_stride, VECTOR)
+    y_row_ptrs = row_vectors(y_ptr, rows, n_cols, VECTOR)
+    blocks = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_N + lanes
+        blocks += (load_vectors(x_row_ptrs, row_mask, cols, begin, end, VECTOR, k < N_FULL, IS_LAST_ROW, 0.0),)
+    mean = tl.zeros(rows.shape, COMPUTE_DTYPE)
+    if mean_ptr is not None:
+        total = tl.zeros((rows.shape[0], BLOCK_N), COMPUTE_DTYPE)
+        for k in tl.static_range(N_BLOCKS):
+            total += inside(blocks[k].to(COMPUTE_DTYPE), k * BLOCK_N + lanes, begin, end, k > 0 and k < N_FULL, 0.0)
+        mean = tl.sum(total, axis=1) / n_cols
+        tl.store(mean_ptr + rows, mean, mask=row_mask)
+    m2 = tl.zeros((rows.shape[0], BLOCK_N), COMPUTE_DTYPE)
+    for k in tl.static_range(N_BLOCKS):
+        x = blocks[k].to(COMPUTE_DTYPE) - mean[:, None]
+        x = inside(x, k * BLOCK_N + lanes, begin, end, k > 0 and k < N_FULL, 0.0)
+        m2 += x * x
+    rstd = tl.rsqrt(tl.sum(m2, axis=1) / n_cols + tl.full((), eps, COMPUTE_DTYPE))
+    tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+    for k in tl.static_range(N_BLOCKS):
+        y = (blocks[k].to(COMPUTE_DTYPE) - mean[:, None]) * rstd[:, None]
+        if len(weights) > 0:
+            y *= weights[k].to(COMPUTE_DTYPE)[None, :]
+        if len(biases) > 0:
+            y += biases[k].to(COMPUTE_DTYPE)[None, :]
+        cols = k * BLOCK_N + lanes
+        store_vectors(y_row_ptrs, y, row_mask, cols, begin, end, VECTOR, k > 0 and k < N_FULL, False)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _layer_norm_fwd_unaligned_kernel(
+    x_ptr,  # (n_rows, n_cols), 16-byte aligned
+    weight_ptr,  # (n_cols,) or None
+    bias_ptr,  # (n_cols,) or None
+    y_ptr,  # (n_rows, n_cols), its rows beginning where in a vector those of x do
+    mean_ptr,  # (n_rows,), or None for RMS norm
+    rstd_ptr,  # (n_rows,)
+    n_rows,
+    n_cols,
+    x_row_stride,
+    eps: tl.float64,
+    VECTOR: tl.constexpr,  # numbers in 16 bytes; the number of programs is a multiple of it
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    N_BLOCKS: tl.constexpr,  # of columns
+    N_FULL: tl.constexpr,  # of these, those that every row fills, but for what the first lacks ahead of it
+    NUM_STAGES: tl.constexpr,
+):
+    """Program i owns rows i, i + n_programs, ..., BLOCK_M of them at a time."""
+    program = tl.program_id(0).to(tl.int64)
+    n_programs = tl.num_programs(0)
+    begin = row_begin(program, x_row_stride, VECTOR, False)
+    end = begin + n_cols
+    weights = ()
+    biases = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_N + tl.arange(0, BLOCK_N)
+        if weight_ptr is not None:
+            weights += (_load_shared(weight_ptr, cols, begin, end, VECTOR, False),)
+        if bias_ptr is not None:
+            biases += (_load_shared(bias_ptr, cols, begin, end, VECTOR, False),)
+    tile = tl.arange(0, BLOCK_M).to(tl.int64) * n_programs
+    last = n_rows - 1
+    for start in tl.range(program, last, n_programs * BLOCK_M, num_stages=NUM_STAGES):
+        _normalize_rows(
+            x_ptr, weights, biases, y_ptr, mean_ptr, rstd_ptr, start + tile, last, n_cols, x_row_stride, eps,
+            begin, end, VECTOR, BLOCK_N, N_BLOCKS, N_FULL, False,
+        )  # fmt: skip
+    if last % n_programs == program:
+        _normalize_rows(
+            x_ptr, weights, biases, y_ptr, mean_ptr, rstd_ptr, last + tile, n_rows, n_cols, x_row_stride, eps,
+            begin, end, VECTOR, BLOCK_N, N_BLOCKS, N_FULL, True,
+        )  # fmt: skip
+
+
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
@@ -269,94 +379,125 @@ def _layer_norm_bwd_kernel(
 
 
 @triton.jit
+def _backpropagate_rows(
+    dy_ptr, x_ptr, weights, mean_ptr, rstd_ptr, dx_ptr, dw, db, rows, n_rows, n_cols, dy_row_stride, x_row_stride,
+    begin, end, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr, N_BLOCKS: tl.constexpr, N_FULL: tl.constexpr,
+    ALIGNED: tl.constexpr, IS_LAST_ROW: tl.constexpr,
+):  # fmt: skip
+    """Write dx of some rows of a program. Returns dw and db, with what these rows add to them."""
+    COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
+    SHAPE: tl.constexpr = (rows.shape[0], BLOCK_N)
+    lanes = tl.arange(0, BLOCK_N)
+    row_mask = rows < n_rows
+    x_row_ptrs = row_vectors(x_ptr, rows, x_row_stride, VECTOR)
+    dy_row_ptrs = row_vectors(dy_ptr, rows, dy_row_stride, VECTOR)
+    dx_row_ptrs = row_vectors(dx_ptr, rows, n_cols, VECTOR)
+    rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
+    mean = tl.zeros((rows.shape[0], 1), COMPUTE_DTYPE)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
+    xs = ()
+    dys = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_N + lanes
+        xs += (load_vectors(x_row_ptrs, row_mask, cols, begin, end, VECTOR, k < N_FULL, IS_LAST_ROW, 0.0),)
+        # Where dy is 0, a lane adds nothing to any sum below.
+        dys += (load_vectors(dy_row_ptrs, row_mask, cols, begin, end, VECTOR, k < N_FULL, IS_LAST_ROW, 0.0),)
+    gx_sums = tl.zeros(SHAPE, COMPUTE_DTYPE)
+    g_sums = tl.zeros(SHAPE, COMPUTE_DTYPE)
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_N + lanes
+        x = inside(xs[k].to(COMPUTE_DTYPE) - mean, cols, begin, end, ALIGNED or (k > 0 and k < N_FULL), 0.0)
+        g = inside(dys[k].to(COMPUTE_DTYPE), cols, begin, end, ALIGNED or (k > 0 and k < N_FULL), 0.0)
+        if len(weights) > 0:
+            g *= weights[k].to(COMPUTE_DTYPE)[None, :]
+        gx_sums += g * x
+        g_sums += g
+    gx_mean = tl.sum(gx_sums, axis=1)[:, None] * rstd / n_cols
+    g_mean = tl.zeros((rows.shape[0], 1), COMPUTE_DTYPE)
+    if mean_ptr is not None:
+        g_mean = tl.sum(g_sums, axis=1)[:, None] / n_cols
+    new_dw = ()
+    new_db = ()
+    for k in tl.static_range(N_BLOCKS):
+        x_hat = (xs[k].to(COMPUTE_DTYPE) - mean) * rstd
+        dy = dys[k].to(COMPUTE_DTYPE)
+        g = dy
+        if len(weights) > 0:
+            g *= weights[k].to(COMPUTE_DTYPE)[None, :]
+        dx = (g - g_mean - x_hat * gx_mean) * rstd
+        cols = k * BLOCK_N + lanes
+        store_vectors(dx_row_ptrs, dx, row_mask, cols, begin, end, VECTOR, (ALIGNED or k > 0) and k < N_FULL, ALIGNED)
+        new_dw += (dw[k] + dy * x_hat,)
+        new_db += (db[k] + dy,)
+    return new_dw, new_db
+
+
+@triton.jit(do_not_specialize=["n_rows"])
 def _layer_norm_bwd_blocks_kernel(
-    dy_ptr,  # (n_rows, n_cols)
-    x_ptr,  # (n_rows, n_cols)
+    dy_ptr,  # (n_rows, n_cols), 16-byte aligned
+    x_ptr,  # (n_rows, n_cols), 16-byte aligned
     weight_ptr,  # (n_cols,) or None
     mean_ptr,  # (n_rows,), or None for RMS norm
     rstd_ptr,  # (n_rows,)
-    dx_ptr,  # (n_rows, n_cols)
+    dx_ptr,  # (n_rows, n_cols); its rows, and those of dy, begin where in a vector those of x do
     dw_partial_ptr,  # (n_programs, n_cols) or None
     db_partial_ptr,  # (n_programs, n_cols) or None
     n_rows,
     n_cols,
     dy_row_stride,
     x_row_stride,
-    N_BLOCKS: tl.constexpr,
+    VECTOR: tl.constexpr,  # numbers in 16 bytes; the number of programs is a multiple of it if rows begin anywhere
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,  # n_cols and strides are multiples of it
+    N_BLOCKS: tl.constexpr,  # of columns
+    N_FULL: tl.constexpr,  # of these, those that every row fills, but for what the first lacks ahead of it
+    ALIGNED: tl.constexpr,  # all rows begin with a vector
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Program i owns rows i, i + n_programs, ..., in blocks of columns that are all full but the last.
+    """Program i owns rows i, i + n_programs, ..., BLOCK_M of them at a time, and row i of the partial sums.
 
-    The same sums as in `_layer_norm_bwd_kernel`. What waits between the two walks over the blocks waits as it was
-    loaded: a 16-bit number takes half of a register.
+    The same sums as in `_layer_norm_bwd_kernel`, over blocks of columns: one block would have to be the next power of
+    two, and up to half of its registers would hold nothing.
     """
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
-    n_cols, x_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride, dy_row_stride)]
     lanes = tl.arange(0, BLOCK_N)
+    program = tl.program_id(0).to(tl.int64)
+    n_programs = tl.num_programs(0)
+    begin = row_begin(program, x_row_stride, VECTOR, ALIGNED)
+    end = begin + n_cols
     weights = ()
     dw = ()
     db = ()
     for k in tl.static_range(N_BLOCKS):
-        cols = k * BLOCK_N + lanes
         if weight_ptr is not None:
-            weights += (tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0),)
-        dw += (tl.zeros((BLOCK_N,), COMPUTE_DTYPE),)
-        db += (tl.zeros((BLOCK_N,), COMPUTE_DTYPE),)
-    program = tl.program_id(0).to(tl.int64)
-    for start in tl.range(program, n_rows, tl.num_programs(0), num_stages=NUM_STAGES):
-        row = tl.cast(start, tl.int64)  # in the interpreter it is a Python number
-        rstd = tl.load(rstd_ptr + row)
-        mean = tl.zeros((), COMPUTE_DTYPE)
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + row)
-        xs = ()
-        dys = ()
-        for k in tl.static_range(N_BLOCKS):
-            cols = k * BLOCK_N + lanes
-            mask = cols < n_cols if k == N_BLOCKS - 1 else None
-            other = None if mask is None else 0.0
-            xs += (tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=other),)
-            # dy = 0 in padded lanes: every sum below has it as a factor.
-            dys += (tl.load(dy_ptr + row * dy_row_stride + cols, mask=mask, other=other),)
-        gx_sum = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
-        g_sum = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
-        for k in tl.static_range(N_BLOCKS):
-            g = dys[k].to(COMPUTE_DTYPE)
-            if weight_ptr is not None:
-                g *= weights[k].to(COMPUTE_DTYPE)
-            gx_sum += g * ((xs[k].to(COMPUTE_DTYPE) - mean) * rstd)
-            g_sum += g
-        gx_mean = tl.sum(gx_sum, axis=0) / n_cols
-        g_mean = tl.zeros((), COMPUTE_DTYPE)
-        if mean_ptr is not None:
-            g_mean = tl.sum(g_sum, axis=0) / n_cols
-        new_dw = ()
-        new_db = ()
-        for k in tl.static_range(N_BLOCKS):
-            cols = k * BLOCK_N + lanes
-            x_hat = (xs[k].to(COMPUTE_DTYPE) - mean) * rstd
-            dy = dys[k].to(COMPUTE_DTYPE)
-            g = dy
-            if weight_ptr is not None:
-                g *= weights[k].to(COMPUTE_DTYPE)
-            dx = (g - x_hat * gx_mean - g_mean) * rstd
-            mask = cols < n_cols if k == N_BLOCKS - 1 else None
-            tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-            new_dw += (dw[k] + dy * x_hat,)
-            new_db += (db[k] + dy,)
-        dw = new_dw
-        db = new_db
+            weights += (_load_shared(weight_ptr, k * BLOCK_N + lanes, begin, end, VECTOR, ALIGNED),)
+        dw += (tl.zeros((BLOCK_M, BLOCK_N), COMPUTE_DTYPE),)
+        db += (tl.zeros((BLOCK_M, BLOCK_N), COMPUTE_DTYPE),)
+    tile = tl.arange(0, BLOCK_M).to(tl.int64) * n_programs
+    last = n_rows if ALIGNED else n_rows - 1
+    for start in tl.range(program, last, n_programs * BLOCK_M, num_stages=NUM_STAGES):
+        dw, db = _backpropagate_rows(
+            dy_ptr, x_ptr, weights, mean_ptr, rstd_ptr, dx_ptr, dw, db, start + tile, last, n_cols, dy_row_stride,
+            x_row_stride, begin, end, VECTOR, BLOCK_N, N_BLOCKS, N_FULL, ALIGNED, False,
+        )  # fmt: skip
+    if not ALIGNED:
+        if last % n_programs == program:
+            dw, db = _backpropagate_rows(
+                dy_ptr, x_ptr, weights, mean_ptr, rstd_ptr, dx_ptr, dw, db, last + tile, n_rows, n_cols,
+                dy_row_stride, x_row_stride, begin, end, VECTOR, BLOCK_N, N_BLOCKS, N_FULL, ALIGNED, True,
+            )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
+    first = program * n_cols - begin
     for k in tl.static_range(N_BLOCKS):
         cols = k * BLOCK_N + lanes
+        mask = (cols >= begin) & (cols < end)
         if dw_partial_ptr is not None:
-            tl.store(dw_partial_ptr + program * n_cols + cols, dw[k], mask=cols < n_cols)
+            tl.store(dw_partial_ptr + first + cols, tl.sum(dw[k], axis=0), mask=mask)
         if db_partial_ptr is not None:
-            tl.store(db_partial_ptr + program * n_cols + cols, db[k], mask=cols < n_cols)
+            tl.store(db_partial_ptr + first + cols, tl.sum(db[k], axis=0), mask=mask)
 
 
 @triton.jit
@@ -399,7 +540,7 @@ def _layer_norm_bwd_row_means_kernel(
     tl.store(row_means_ptr + n_rows + row, tl.sum(g_sum, axis=0) / n_cols)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_partials"])
 def _layer_norm_bwd_dwdb_kernel(
     dw_partial_ptr,  # (n_partials, n_cols) or None
     db_partial_ptr,  # (n_partials, n_cols) or None
@@ -412,18 +553,23 @@ def _layer_norm_bwd_dwdb_kernel(
     PDL: tl.constexpr = False,
 ):
     """Program j owns columns j * BLOCK_N to (j + 1) * BLOCK_N: the sum of all partial rows, in one fixed order."""
-    partials = tl.arange(0, BLOCK_P).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offsets = partials[:, None] * n_cols + cols[None, :]
-    mask = (partials < n_partials)[:, None] & (cols < n_cols)[None, :]
+    dw = tl.zeros((BLOCK_P, BLOCK_N), (db_partial_ptr if dw_partial_ptr is None else dw_partial_ptr).dtype.element_ty)
+    db = dw
     if PDL:
         gdc_wait()
+    for start in range(0, n_partials, BLOCK_P):
+        partials = start + tl.arange(0, BLOCK_P).to(tl.int64)
+        offsets = partials[:, None] * n_cols + cols[None, :]
+        mask = (partials < n_partials)[:, None] & (cols < n_cols)[None, :]
+        if dw_ptr is not None:
+            dw += tl.load(dw_partial_ptr + offsets, mask=mask, other=0.0)
+        if db_ptr is not None:
+            db += tl.load(db_partial_ptr + offsets, mask=mask, other=0.0)
     if dw_ptr is not None:
-        dw = tl.sum(tl.load(dw_partial_ptr + offsets, mask=mask, other=0.0), axis=0)
-        tl.store(dw_ptr + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < n_cols)
+        tl.store(dw_ptr + cols, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=cols < n_cols)
     if db_ptr is not None:
-        db = tl.sum(tl.load(db_partial_ptr + offsets, mask=mask, other=0.0), axis=0)
-        tl.store(db_ptr + cols, db.to(db_ptr.dtype.element_ty), mask=cols < n_cols)
+        tl.store(db_ptr + cols, tl.sum(db, axis=0).to(db_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 # --- launchers --------------------------------------------------------------------------------------------------------
@@ -450,7 +596,7 @@ def _fwd_block(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int
     """(columns of a block, warps) for a row in registers: measured on an H200."""
     wide = x.dtype == torch.float64
     if n_cols < 2048:
-        return 512, 1 if x.element_size() == 2 and not vectorized else 2
+        return 512, 2
     if wide or not vectorized:
         if n_cols <= 4096 and not wide:
             return 512, 4
@@ -480,24 +626,68 @@ def _bwd_blocks(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, in
     return tile // block_n, block_n, 4 if narrow else 8, 2, 4 if narrow and block_n == 1024 else 3
 
 
-def _bwd_in_blocks(
-    dy: torch.Tensor, x: torch.Tensor, n_cols: int, vectorized: bool
-) -> tuple[int, int, int, int] | None:
-    """(columns of a block, warps, programs per multiprocessor, stages) for rows in registers as they were loaded.
+class _InBlocks(NamedTuple):
+    """How a kernel is launched that keeps rows in registers and moves them in vectors of 16 bytes."""
 
-    Measured on an H200. None for short rows, which share a program, and for long ones and wide elements.
+    vector: int  # numbers in 16 bytes
+    block_m: int
+    block_n: int
+    n_blocks: int
+    num_warps: int
+    stages: int
+    programs_per_sm: int
+    options: dict[str, int]
+
+    def max_programs(self, x: torch.Tensor) -> int:
+        """How many run at a time, so that rows that far apart begin at the same place in a vector."""
+        period = self.vector // math.gcd(x.shape[1], self.vector)
+        return self.programs_per_sm * num_multiprocessors(x.device) // period * period
+
+    def n_programs(self, x: torch.Tensor) -> int:
+        """How many of them share the rows of x."""
+        period = self.vector // math.gcd(x.shape[1], self.vector)
+        return min(self.max_programs(x), cdiv(x.shape[0], self.block_m * period) * period)
+
+
+def _in_blocks(n_cols: int, forward: bool, *tensors: torch.Tensor) -> _InBlocks | None:
+    """What suits rows of these tensors: measured on an H200. None where other kernels must take them, or are as fast.
+
+    A row has as few warps as leave each thread at most five vectors of it, for which the registers suffice: warps that
+    share a row wait for each other.
     """
-    if x.element_size() != 2 or dy.element_size() != 2 or dy.stride(1) != 1 or not _ONE_BLOCK_COLS < n_cols <= 8192:
+    vector = 16 // min(x.element_size() for x in tensors)
+    if vector == 2 or not rows_begin_alike(vector, n_cols, *tensors):
         return None
-    if not vectorized:
-        if n_cols <= 2048:
-            return 512, 4, 4 if n_cols <= 1536 else 3, 1
-        return (1024, 8 if n_cols <= 3072 else 4, 2, 1) if n_cols <= 4096 else (1024, 8, 1, 3)
-    if n_cols < 2048:
-        return 512, 2, 4, 4
-    if n_cols <= 5120:
-        return (1024, 4, 2, 4) if n_cols <= 3072 else (1024, 4, 1, 5)
-    return 2048, 8, 1, 4
+    aligned = n_cols % vector == 0
+    if forward:
+        shortest, longest = 128, 0 if aligned else 1024 if vector == 4 else 8192 - vector
+    else:
+        shortest, longest = _ONE_BLOCK_COLS + 1 if aligned else 32, 10240
+    if not shortest <= n_cols <= longest:
+        return None
+    # The least that a warp takes is half of a row forward, and a quarter of it backward.
+    for warps_per_row in (0.5, 1, 2, 4, 8) if forward else (0.25, 0.5, 1, 2, 4, 8):
+        block_n = int(32 * warps_per_row) * vector
+        n_blocks = cdiv(n_cols if aligned else n_cols + vector - 1, block_n)
+        if n_blocks <= _MAX_BLOCKS:
+            break
+    else:
+        return None
+    options = {}
+    if forward:
+        # As many warps at a time as the registers suffice for.
+        num_warps = max(4 if n_blocks == _MAX_BLOCKS else 2, warps_per_row)
+        n_warps, stages = (8, 4) if n_blocks == _MAX_BLOCKS else (12, 3)
+        if warps_per_row == 8:
+            n_warps = 16 if cuda_arch(tensors[0].device) else 8
+            options = {"maxnreg": 128} if n_warps == 16 else {}
+    else:
+        num_warps = max(1, warps_per_row)
+        n_warps, stages = 8, 4 if n_blocks <= 3 and warps_per_row > 1 else 3
+        if aligned and warps_per_row == 4 and n_blocks > 3:
+            n_warps, stages = 4, 5
+    block_m = int(num_warps / warps_per_row)
+    return _InBlocks(vector, block_m, block_n, n_blocks, num_warps, stages, n_warps // num_warps, options)
 
 
 def _for_hopper(device: torch.device):
@@ -554,7 +744,14 @@ def _layer_norm_fwd(
     bias = None if bias is None else bias.contiguous()
     arguments = rows, weight, bias, y, mean if subtract_mean else None, rstd
     vectorized, align = alignment((rows,), n_cols, rows.stride(0))
-    if n_cols <= _ONE_BLOCK_COLS:
+    if plan := _in_blocks(n_cols, True, rows):
+        launch(
+            _layer_norm_fwd_unaligned_kernel, (plan.n_programs(rows),), *arguments,
+            n_rows, n_cols, rows.stride(0), eps,
+            VECTOR=plan.vector, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, N_BLOCKS=plan.n_blocks,
+            N_FULL=n_cols // plan.block_n, NUM_STAGES=plan.stages, num_warps=plan.num_warps, **plan.options,
+        )  # fmt: skip
+    elif n_cols <= _ONE_BLOCK_COLS:
         block_m, block_n, num_warps = _fwd_tile(x, n_cols, vectorized)
         launch(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
@@ -611,10 +808,13 @@ def _sum_partials(
     if partial is None:
         return
     n_partials, n_cols = partial.shape
+    block_p = min(_DWDB_ROWS, next_power_of_2(max_programs))
+    # Numbers that are loaded one by one take more registers.
+    block_n = max(8, _DWDB_TILE // (1 if n_cols % 16 == 0 else 2) // block_p)
     launch(
-        _layer_norm_bwd_dwdb_kernel, (cdiv(n_cols, _DWDB_COLS),),
+        _layer_norm_bwd_dwdb_kernel, (cdiv(n_cols, block_n),),
         dw_partial, db_partial, None if dw_partial is None else dw, None if db_partial is None else db,
-        n_partials, n_cols, BLOCK_P=next_power_of_2(max_programs), BLOCK_N=_DWDB_COLS, num_warps=8,
+        n_partials, n_cols, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=8,
         **pdl(partial.device),
     )  # fmt: skip
 
@@ -641,6 +841,19 @@ def _layer_norm_bwd(
     mean, rstd = mean.contiguous() if mean.numel() else None, rstd.contiguous()
     shapes_and_strides = (n_rows, n_cols, dy.stride(0), dy.stride(1), x.stride(0))
 
+    if plan := _in_blocks(n_cols, False, x, dy):
+        n_programs = plan.n_programs(x)
+        dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
+        launch(
+            _layer_norm_bwd_blocks_kernel, (n_programs,),
+            dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_rows, n_cols, dy.stride(0), x.stride(0),
+            VECTOR=plan.vector, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, N_BLOCKS=plan.n_blocks,
+            N_FULL=n_cols // plan.block_n, ALIGNED=n_cols % plan.vector == 0, NUM_STAGES=plan.stages,
+            num_warps=plan.num_warps, PDL="PDL" in pdl(x.device),
+        )  # fmt: skip
+        _sum_partials(dw_partial, db_partial, dw, db, plan.max_programs(x))
+        return dx, dw, db
+
     if (kernels := _for_hopper(x.device)) and (plan := kernels.plan_backward(dy, x, weight)):
         n_groups = min(n_rows, plan.max_groups)
         dw_partial, db_partial = _partials(n_groups, n_cols, rstd, dw_dtype, db_dtype)
@@ -649,20 +862,6 @@ def _layer_norm_bwd(
         return dx, dw, db
 
     vectorized, align = alignment((dy, x), n_cols, dy.stride(0), x.stride(0))
-    if (blocks := _bwd_in_blocks(dy, x, n_cols, vectorized)) is not None:
-        block_n, num_warps, programs_per_sm, stages = blocks
-        max_programs = programs_per_sm * num_multiprocessors(x.device)
-        n_programs = min(max_programs, n_rows)
-        dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
-        launch(
-            _layer_norm_bwd_blocks_kernel, (n_programs,),
-            dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_rows, n_cols, dy.stride(0), x.stride(0),
-            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, ALIGN=align, NUM_STAGES=stages, num_warps=num_warps,
-            PDL="PDL" in pdl(x.device),
-        )  # fmt: skip
-        _sum_partials(dw_partial, db_partial, dw, db, max_programs)
-        return dx, dw, db
-
     block_m, block_n, num_warps, programs_per_sm, stages = _bwd_blocks(x, n_cols, vectorized)
     n_col_blocks = cdiv(n_cols, block_n)
     row_means = None
@@ -855,12 +1054,13 @@ def layer_norm(
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
         costs no accuracy. Rows of any length work: up to 24576 elements (12288 in float64) stay in registers, and up to
-        96 KiB of a row that can be read 16 bytes at a time; longer ones are read twice. The gradients keep up to 8192
-        elements there: 4096 in float32 where a row cannot be read 16 bytes at a time, at most 2048 in float64. On
+        96 KiB of a row that can be read 16 bytes at a time; longer ones are read twice. The gradients keep up to 10240
+        elements of 16 bits there, 5120 of float32 (8192 if that is a multiple of 16 bytes), and 2048 of float64. On
         Hopper, longer rows stay on the chip and are read once, up to 7 MiB of a row forward (or of the weight, where it
         is wider) and 3 MiB backward on an H200, and up to an eighth of that where a row's length is no multiple of 16
-        bytes. For this they must not be float64, the first must begin at a multiple of 16 bytes, whatever lies between
-        two of them must be one as well, and the incoming gradient must be as wide as x and lie in memory likewise. The
+        bytes; for this they must not be float64, and the incoming gradient must be as wide as x. All this is for x and
+        an incoming gradient that begin at a multiple of 16 bytes and have rows with a multiple of 16 bytes between
+        them, like any new tensor; the gradients of others keep up to 4096 elements, and are read number by number. The
         gradients are deterministic: the same inputs on the same GPU give the same bits. Second derivatives are
         supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
 

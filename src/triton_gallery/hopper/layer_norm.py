@@ -15,6 +15,7 @@ import torch
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .._launch import cdiv, launch, num_multiprocessors
+from .._vectors import rows_begin_alike
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
 from .exchange import at_a_time, mailboxes, max_parts, receive, send
 
@@ -65,35 +66,33 @@ def _row_ptr(ptr, row, row_stride, VECTOR: gl.constexpr):
 
 
 @gluon.jit
-def _copy_chunk(
-    smem, slot, x_part_ptr, c: gl.constexpr, cols, end, row, n_rows,
-    VECTOR: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
-):  # fmt: skip
-    """Start the copy of chunk c of a part of a row, if that row exists."""
-    cols = c * cols.shape[0] + cols
-    mask = (row < n_rows) & (cols >= 0)  # the second is always true, and gives the first the shape of the chunk
-    if c >= N_FULL:
-        # A vector has a part in the row or none, and a mask that says so keeps the copies 16 bytes wide.
-        mask = mask & (cols // VECTOR * VECTOR < end)
-    if c < N_FULL or ALIGNED:
-        async_copy_to_shared(smem.index(slot), x_part_ptr + cols, mask=mask)
+def _whole(cols, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr):
+    """Which columns lie in vectors that are all of a part. In this form masks keep copies and stores 16 bytes wide."""
+    vectors = cols // VECTOR * VECTOR
+    if ALIGNED:
+        return vectors < end
     else:
-        if row == n_rows - 1:
-            # The vector in which the last row ends may reach past the memory of x.
-            smem.index(slot).store(gl.load(x_part_ptr + cols, mask=cols < end))
-        else:
-            async_copy_to_shared(smem.index(slot), x_part_ptr + cols, mask=mask)
+        return (vectors >= begin) & (vectors + VECTOR <= end)
 
 
 @gluon.jit
-def _inside(x, c: gl.constexpr, cols, begin, end, N_FULL: gl.constexpr, ALIGNED: gl.constexpr):
-    """Chunk c with 0 for all that is not of its part: nothing promises what lies there."""
-    CHUNK: gl.constexpr = cols.shape[0]
-    if c >= N_FULL:
-        x = gl.where(c * CHUNK + cols < end, x, 0.0)
-    if c == 0 and not ALIGNED:
-        x = gl.where(cols >= begin, x, 0.0)
-    return x
+def _copy_chunk(
+    smem, slot, x_part_ptr, c: gl.constexpr, cols, begin, end, row, n_rows,
+    VECTOR: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of the whole vectors of chunk c of a part of a row, if that row exists."""
+    cols = c * cols.shape[0] + cols
+    mask = (row < n_rows) & (cols >= 0)  # the second is always true, and gives the first the shape of the chunk
+    if c >= N_FULL or (c == 0 and not ALIGNED):
+        mask = mask & _whole(cols, begin, end, VECTOR, ALIGNED)
+    async_copy_to_shared(smem.index(slot), x_part_ptr + cols, mask=mask)
+
+
+@gluon.jit
+def _clear(smem, cols, N_SLOTS: gl.constexpr):
+    """Fill shared memory with 0, which stays wherever no copy writes."""
+    for k in gl.static_range(N_SLOTS):
+        smem.index(k).store(gl.full([cols.shape[0]], 0.0, smem.dtype, cols.type.layout))
 
 
 @gluon.jit
@@ -148,23 +147,42 @@ def _store_chunk(
     part_ptr, out, c: gl.constexpr, cols, begin, end,
     VECTOR: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    """Store chunk c of a part: whole vectors at once, and what is left at its ends number by number."""
+    """Store the whole vectors of chunk c of a part."""
     cols = c * cols.shape[0] + cols
-    out = out.to(part_ptr.dtype.element_ty)
-    if c < N_FULL and (c > 0 or ALIGNED):
-        gl.store(part_ptr + cols, out)
-    elif ALIGNED:
-        gl.store(part_ptr + cols, out, mask=_of_part(cols, begin, end, VECTOR, ALIGNED))
-    else:
-        vectors = cols // VECTOR * VECTOR
-        whole = (vectors >= begin) & (vectors + VECTOR <= end)
-        gl.store(part_ptr + cols, out, mask=whole)
-        gl.store(part_ptr + cols, out, mask=(cols >= begin) & (cols < end) & ~whole)
+    mask = None
+    if c >= N_FULL or (c == 0 and not ALIGNED):
+        mask = _whole(cols, begin, end, VECTOR, ALIGNED)
+    gl.store(part_ptr + cols, out.to(part_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _ends(cols, begin, end, VECTOR: gl.constexpr):
+    """The columns of a part outside its whole vectors, one for each of the first threads; and which threads have one.
+
+    What lies there is loaded, computed and stored by itself.
+    """
+    i = gl.arange(0, cols.shape[0] // VECTOR, gl.BlockedLayout([1], [32], cols.type.layout.warps_per_cta, [0]))
+    ends = gl.where(i < VECTOR, i, end // VECTOR * VECTOR + i - VECTOR)
+    of_part = (ends >= begin) & (ends < end) & ((i >= VECTOR) | (begin > 0)) & (i < 2 * VECTOR)
+    return ends, of_part
+
+
+@gluon.jit
+def _load_ends(part_ptr, ends, mask):
+    """The numbers at the ends of a part, and 0 for all other threads."""
+    return gl.load(part_ptr + ends, mask=mask, other=0.0)
+
+
+@gluon.jit
+def _by_vector(x, VECTOR: gl.constexpr):
+    """The sums of the vectors of a chunk."""
+    sums = gl.sum(x.reshape([x.shape[0] // VECTOR, VECTOR]), 1)
+    return gl.convert_layout(sums, gl.BlockedLayout([1], [32], x.type.layout.warps_per_cta, [0]))
 
 
 @gluon.jit
 def _statistics(
-    smem, slot, cols, begin, end,
+    smem, slot, x_ends, of_part, cols, begin, end, VECTOR: gl.constexpr,
     SUBTRACT_MEAN: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """The mean of a part of a row (0 for RMS norm), and the sum of the squared distances from it."""
@@ -174,13 +192,20 @@ def _statistics(
     if SUBTRACT_MEAN:
         total = gl.zeros([CHUNK], gl.float32, LAYOUT)
         for c in gl.static_range(N_CHUNKS):
-            x = smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32)
-            total += _inside(x, c, cols, begin, end, N_FULL, ALIGNED)
+            total += smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32)
+        if not ALIGNED:
+            total = _by_vector(total, VECTOR) + x_ends.to(gl.float32)
         mean = gl.sum(total, 0) / (end - begin)
     m2 = gl.zeros([CHUNK], gl.float32, LAYOUT)
     for c in gl.static_range(N_CHUNKS):
         x = smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32) - mean
-        m2 += _inside(x * x, c, cols, begin, end, N_FULL, ALIGNED)
+        if c >= N_FULL or (c == 0 and not ALIGNED):
+            # The zeros outside would now hold -mean.
+            x = gl.where(_whole(c * CHUNK + cols, begin, end, VECTOR, ALIGNED), x, 0.0)
+        m2 += x * x
+    if not ALIGNED:
+        x = gl.where(of_part, x_ends.to(gl.float32) - mean, 0.0)
+        m2 = _by_vector(m2, VECTOR) + x * x
     return mean, gl.sum(m2, 0)
 
 
@@ -229,28 +254,48 @@ def _layer_norm_parts_fwd_kernel(
     end = begin + gl.minimum(n_cols - first, part_cols)
     x_ptr += first
     y_ptr += first
+    _clear(smem, cols, STAGES * N_CHUNKS)
     for k in gl.static_range(STAGES):
         ahead = row + k * n_groups
         for c in gl.static_range(N_CHUNKS):
             x_part_ptr = _row_ptr(x_ptr, ahead, x_row_stride, VECTOR)
-            _copy_chunk(smem, k * N_CHUNKS + c, x_part_ptr, c, cols, end, ahead, n_rows, VECTOR, N_FULL, ALIGNED)
+            _copy_chunk(smem, k * N_CHUNKS + c, x_part_ptr, c, cols, begin, end, ahead, n_rows, VECTOR, N_FULL, ALIGNED)
         async_copy.commit_group()
     # All rows share these. Loaded again for each, they would take twice as much of the L2 cache's rate as x does.
     weight_part_ptr = None if weight_ptr is None else weight_ptr + (first - begin)
     bias_part_ptr = None if bias_ptr is None else bias_ptr + (first - begin)
     weights = _load_part(weight_part_ptr, cols, begin, end, VECTOR, N_CHUNKS, ALIGNED)
     biases = _load_part(bias_part_ptr, cols, begin, end, VECTOR, N_CHUNKS, ALIGNED)
+    ends, of_part = _ends(cols, begin, end, VECTOR)
+    ENDS: gl.constexpr = ends.type.layout
+    x_ends = gl.zeros([CHUNK // VECTOR], x_ptr.dtype.element_ty, ENDS)
+    next_ends = x_ends
+    if not ALIGNED:
+        if weight_ptr is not None:
+            end_weights = _load_ends(weight_part_ptr, ends, of_part)
+        if bias_ptr is not None:
+            end_biases = _load_ends(bias_part_ptr, ends, of_part)
+        x_ends = _load_ends(_row_ptr(x_ptr, row, x_row_stride, VECTOR), ends, of_part)
+        next_row = row + n_groups
+        next_ends = _load_ends(_row_ptr(x_ptr, next_row, x_row_stride, VECTOR), ends, of_part & (next_row < n_rows))
     async_copy.wait_group(STAGES - 1)
-    part_mean, part_m2 = _statistics(smem, 0, cols, begin, end, SUBTRACT_MEAN, N_CHUNKS, N_FULL, ALIGNED)
+    part_mean, part_m2 = _statistics(
+        smem, 0, x_ends, of_part, cols, begin, end, VECTOR, SUBTRACT_MEAN, N_CHUNKS, N_FULL, ALIGNED
+    )
     send(mail_ptr + row * n_parts, part_mean, part_m2, part)
     step = 0
     while row < n_rows:
         next_row = row + n_groups
+        ahead_ends = next_ends
+        if not ALIGNED:
+            ahead = next_row + n_groups
+            ahead_ends = _load_ends(_row_ptr(x_ptr, ahead, x_row_stride, VECTOR), ends, of_part & (ahead < n_rows))
         if next_row < n_rows:
             async_copy.wait_group(STAGES - 2)
             next_mean, next_m2 = _statistics(
-                smem, (step + 1) % STAGES, cols, begin, end, SUBTRACT_MEAN, N_CHUNKS, N_FULL, ALIGNED
-            )
+                smem, (step + 1) % STAGES, next_ends, of_part, cols, begin, end, VECTOR, SUBTRACT_MEAN, N_CHUNKS,
+                N_FULL, ALIGNED,
+            )  # fmt: skip
             send(mail_ptr + next_row * n_parts, next_mean, next_m2, part)
         means, m2s, parts = receive(mail_ptr + row * n_parts, n_parts, MAX_PARTS, num_warps)
         # Chan's formula joins the parts: each brings its own spread, and the distance of its mean from the row's.
@@ -276,26 +321,21 @@ def _layer_norm_parts_fwd_kernel(
             if bias_ptr is not None:
                 y += _widen(biases[c])
             _store_chunk(y_part_ptr, y, c, cols, begin, end, VECTOR, N_FULL, ALIGNED)
-            _copy_chunk(smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, end, ahead, n_rows, VECTOR, N_FULL, ALIGNED)
+            _copy_chunk(
+                smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, begin, end, ahead, n_rows, VECTOR, N_FULL, ALIGNED
+            )
         async_copy.commit_group()
+        if not ALIGNED:
+            y_ends = (x_ends.to(gl.float32) - mean) * rstd
+            if weight_ptr is not None:
+                y_ends *= end_weights.to(gl.float32)
+            if bias_ptr is not None:
+                y_ends += end_biases.to(gl.float32)
+            gl.store(y_part_ptr + ends, y_ends.to(y_ptr.dtype.element_ty), mask=of_part)
+        x_ends, next_ends = next_ends, ahead_ends
         row = next_row
         step += 1
     async_copy.wait_group(0)
-
-
-def _begin_alike(n_cols: int, *tensors: torch.Tensor) -> bool:
-    """Whether a row of n_cols begins at the same place in a vector of 16 bytes in all of these and in their gradients.
-
-    A vector in which a row ends must hold nothing but that row and the next.
-    """
-    vector = 16 // tensors[0].element_size()
-    return all(
-        x.data_ptr() % 16 == 0
-        and x.stride(1) == 1
-        and (x.stride(0) - n_cols) % vector == 0
-        and (x.stride(0) == 0 or x.stride(0) >= vector)
-        for x in tensors
-    )
 
 
 class Plan(NamedTuple):
@@ -326,7 +366,7 @@ def plan_forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
         return None
     vector = 16 // x.element_size()
     aligned = n_cols % vector == 0
-    if not _pays(x, aligned, *_FWD_ROWS) or not _begin_alike(n_cols, x):
+    if not _pays(x, aligned, *_FWD_ROWS) or not rows_begin_alike(vector, n_cols, x):
         return None
     # A part of the widest tensor is no longer than _PART_BYTES, with what it may begin late by.
     n_parts = cdiv(n_cols * widest, _PART_BYTES - (0 if aligned else 64 * widest))
@@ -366,16 +406,29 @@ def forward(
 
 @gluon.jit
 def _copy_row(
-    x_smem, dy_smem, slot, x_part_ptr, dy_part_ptr, x_row_stride, dy_row_stride, cols, end, row, n_rows,
+    x_smem, dy_smem, slot, x_part_ptr, dy_part_ptr, x_row_stride, dy_row_stride, cols, begin, end, row, n_rows,
     VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a part of a row of x and of dy, if that row exists."""
     x_part_ptr = _row_ptr(x_part_ptr, row, x_row_stride, VECTOR)
     dy_part_ptr = _row_ptr(dy_part_ptr, row, dy_row_stride, VECTOR)
     for c in gl.static_range(N_CHUNKS):
-        _copy_chunk(x_smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
-        _copy_chunk(dy_smem, slot * N_CHUNKS + c, dy_part_ptr, c, cols, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
+        _copy_chunk(x_smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, begin, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
+        _copy_chunk(
+            dy_smem, slot * N_CHUNKS + c, dy_part_ptr, c, cols, begin, end, row, n_rows, VECTOR, N_FULL, ALIGNED
+        )
     async_copy.commit_group()
+
+
+@gluon.jit
+def _load_both_ends(
+    x_part_ptr, dy_part_ptr, row, n_rows, x_row_stride, dy_row_stride, ends, of_part, VECTOR: gl.constexpr
+):  # fmt: skip
+    """The numbers of x and dy at the ends of a part of a row, if that row exists."""
+    mask = of_part & (row < n_rows)
+    x = _load_ends(_row_ptr(x_part_ptr, row, x_row_stride, VECTOR), ends, mask)
+    dy = _load_ends(_row_ptr(dy_part_ptr, row, dy_row_stride, VECTOR), ends, mask)
+    return x, dy.to(gl.float32)
 
 
 @gluon.jit
@@ -390,13 +443,10 @@ def _load_stats(mean_ptr, rstd_ptr, row, n_rows, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _load_chunk(
-    x_smem, dy_smem, weight_smem, slot, c: gl.constexpr, mean, rstd, N_CHUNKS: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """x_hat, dy and dy * weight of a chunk."""
-    x_hat = (x_smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32) - mean) * rstd
-    dy = dy_smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32)
-    return x_hat, dy, dy * weight_smem.index(c).load(LAYOUT).to(gl.float32)
+def _load_chunk(x_smem, dy_smem, slot, c: gl.constexpr, mean, N_CHUNKS: gl.constexpr, LAYOUT: gl.constexpr):
+    """How far a chunk of x is from the mean, and dy."""
+    x = x_smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32) - mean
+    return x, dy_smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32)
 
 
 @gluon.jit
@@ -406,18 +456,23 @@ def _add_pairs(a, b, c, d):
 
 @gluon.jit
 def _sums(
-    x_smem, dy_smem, weight_smem, slot, mean, rstd, cols, begin, end,
-    N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr, LAYOUT: gl.constexpr,
+    x_smem, dy_smem, weight_smem, slot, mean, rstd, x_ends, g_ends, cols,
+    VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    """What a part adds to a row's sums of g * x_hat and of g."""
-    CHUNK: gl.constexpr = cols.shape[0]
-    gx_sum = gl.zeros([CHUNK], gl.float32, LAYOUT)
-    g_sum = gl.zeros([CHUNK], gl.float32, LAYOUT)
+    """What a part adds to a row's sums of g * x_hat and of g. Outside of its whole vectors, dy is 0."""
+    LAYOUT: gl.constexpr = cols.type.layout
+    gx_sum = gl.zeros([cols.shape[0]], gl.float32, LAYOUT)
+    g_sum = gl.zeros([cols.shape[0]], gl.float32, LAYOUT)
     for c in gl.static_range(N_CHUNKS):
-        x_hat, _dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
-        gx_sum += _inside(g * x_hat, c, cols, begin, end, N_FULL, ALIGNED)
-        g_sum += _inside(g, c, cols, begin, end, N_FULL, ALIGNED)
-    return gl.reduce((gx_sum, g_sum), 0, _add_pairs)
+        x, dy = _load_chunk(x_smem, dy_smem, slot, c, mean, N_CHUNKS, LAYOUT)
+        g = dy * weight_smem.index(c).load(LAYOUT).to(gl.float32)
+        gx_sum += g * x
+        g_sum += g
+    if not ALIGNED:
+        gx_sum = _by_vector(gx_sum, VECTOR) + g_ends * (x_ends.to(gl.float32) - mean)
+        g_sum = _by_vector(g_sum, VECTOR) + g_ends
+    gx_sum, g_sum = gl.reduce((gx_sum, g_sum), 0, _add_pairs)
+    return gx_sum * rstd, g_sum
 
 
 @gluon.jit
@@ -429,8 +484,9 @@ def _gradient(
     new_dw = ()
     new_db = ()
     for c in gl.static_range(N_CHUNKS):
-        x_hat, dy, g = _load_chunk(x_smem, dy_smem, weight_smem, slot, c, mean, rstd, N_CHUNKS, LAYOUT)
-        dx = (g - x_hat * gx_mean - g_mean) * rstd
+        x, dy = _load_chunk(x_smem, dy_smem, slot, c, mean, N_CHUNKS, LAYOUT)
+        x_hat = x * rstd
+        dx = (dy * weight_smem.index(c).load(LAYOUT).to(gl.float32) - g_mean - x_hat * gx_mean) * rstd
         _store_chunk(dx_part_ptr, dx, c, cols, begin, end, VECTOR, N_FULL, ALIGNED)
         new_dw += (dw[c] + dy * x_hat,)
         new_db += (db[c] + dy,)
@@ -462,7 +518,7 @@ def _zeros(N_CHUNKS: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _store_sums(
-    partial_ptr, sums, row, first, n_cols, cols, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr
+    partial_ptr, sums, end_sums, row, first, n_cols, cols, begin, end, VECTOR: gl.constexpr, ALIGNED: gl.constexpr
 ):  # fmt: skip
     """Store a program's share of the gradient of the weight or the bias, if it is asked for."""
     CHUNK: gl.constexpr = cols.shape[0]
@@ -472,7 +528,10 @@ def _store_sums(
         for c in gl.static_range(len(sums)):
             apart = c * CHUNK + _apart(cols, ALIGNED)
             share = gl.convert_layout(sums[c], apart.type.layout)
-            gl.store(part_ptr + apart, share, mask=_of_part(apart, begin, end, VECTOR, ALIGNED))
+            gl.store(part_ptr + apart, share, mask=_whole(apart, begin, end, VECTOR, ALIGNED))
+        if not ALIGNED:
+            ends, of_part = _ends(cols, begin, end, VECTOR)
+            gl.store(part_ptr + ends, end_sums, mask=of_part)
 
 
 @gluon.jit(do_not_specialize=["n_rows"])
@@ -510,9 +569,11 @@ def _layer_norm_bwd_resident_kernel(
     cols = gl.arange(0, CHUNK, LAYOUT)
     program = gl.program_id(0).to(gl.int64)
     n_programs = gl.num_programs(0)
+    _clear(x_smem, cols, STAGES * N_CHUNKS)
+    _clear(dy_smem, cols, STAGES * N_CHUNKS)
     for k in gl.static_range(STAGES - 1):
         _copy_row(
-            x_smem, dy_smem, k, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, n_cols, program + k * n_programs,
+            x_smem, dy_smem, k, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, 0, n_cols, program + k * n_programs,
             n_rows, VECTOR, N_CHUNKS, N_FULL, True,
         )  # fmt: skip
     _load_weight(weight_smem, weight_ptr, cols, 0, n_cols, VECTOR, N_CHUNKS, True)
@@ -524,15 +585,13 @@ def _layer_norm_bwd_resident_kernel(
     while row < n_rows:
         async_copy.wait_group(STAGES - 2)
         _copy_row(
-            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, n_cols,
-            row + (STAGES - 1) * n_programs, n_rows, VECTOR, N_CHUNKS, N_FULL, True,
+            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, 0,
+            n_cols, row + (STAGES - 1) * n_programs, n_rows, VECTOR, N_CHUNKS, N_FULL, True,
         )  # fmt: skip
         mean, rstd = gl.max(means, 0), gl.max(rstds, 0)
         means, rstds = _load_stats(mean_ptr, rstd_ptr, row + n_programs, n_rows, num_warps)
         slot = step % STAGES
-        gx_sum, g_sum = _sums(
-            x_smem, dy_smem, weight_smem, slot, mean, rstd, cols, 0, n_cols, N_CHUNKS, N_FULL, True, LAYOUT
-        )  # fmt: skip
+        gx_sum, g_sum = _sums(x_smem, dy_smem, weight_smem, slot, mean, rstd, None, None, cols, VECTOR, N_CHUNKS, True)
         g_mean = g_sum / n_cols if mean_ptr is not None else 0.0
         dw, db = _gradient(
             x_smem, dy_smem, weight_smem, _row_ptr(dx_ptr, row, n_cols, VECTOR), slot, mean, rstd, gx_sum / n_cols,
@@ -542,8 +601,8 @@ def _layer_norm_bwd_resident_kernel(
         row += n_programs
     async_copy.wait_group(0)
     gdc_launch_dependents()
-    _store_sums(dw_partial_ptr, dw, program, 0, n_cols, cols, 0, n_cols, VECTOR, True)
-    _store_sums(db_partial_ptr, db, program, 0, n_cols, cols, 0, n_cols, VECTOR, True)
+    _store_sums(dw_partial_ptr, dw, None, program, 0, n_cols, cols, 0, n_cols, VECTOR, True)
+    _store_sums(db_partial_ptr, db, None, program, 0, n_cols, cols, 0, n_cols, VECTOR, True)
 
 
 @gluon.jit(do_not_specialize=["n_rows", "n_parts"])
@@ -594,10 +653,12 @@ def _layer_norm_parts_bwd_kernel(
     x_ptr += first
     dy_ptr += first
     dx_ptr += first
+    _clear(x_smem, cols, STAGES * N_CHUNKS)
+    _clear(dy_smem, cols, STAGES * N_CHUNKS)
     for k in gl.static_range(STAGES - 1):
         _copy_row(
-            x_smem, dy_smem, k, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, end, group + k * n_groups, n_rows,
-            VECTOR, N_CHUNKS, N_FULL, ALIGNED,
+            x_smem, dy_smem, k, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, begin, end, group + k * n_groups,
+            n_rows, VECTOR, N_CHUNKS, N_FULL, ALIGNED,
         )  # fmt: skip
     weight_part_ptr = None if weight_ptr is None else weight_ptr + (first - begin)
     _load_weight(weight_smem, weight_part_ptr, cols, begin, end, VECTOR, N_CHUNKS, ALIGNED)
@@ -606,26 +667,48 @@ def _layer_norm_parts_bwd_kernel(
     means, rstds = _load_stats(mean_ptr, rstd_ptr, group, n_rows, num_warps)
     mean, rstd = gl.max(means, 0), gl.max(rstds, 0)
     means, rstds = _load_stats(mean_ptr, rstd_ptr, group + n_groups, n_rows, num_warps)
+    # What is loaded one by one is asked for two rows ahead of its gradient.
+    ends, of_part = _ends(cols, begin, end, VECTOR)
+    ENDS: gl.constexpr = ends.type.layout
+    x_ends = gl.zeros([CHUNK // VECTOR], x_ptr.dtype.element_ty, ENDS)
+    next_x_ends = x_ends
+    g_ends = gl.zeros([CHUNK // VECTOR], gl.float32, ENDS)
+    end_weights, dy_ends, next_dy_ends, dw_ends, db_ends = g_ends, g_ends, g_ends, g_ends, g_ends
+    if not ALIGNED:
+        end_weights = gl.full([CHUNK // VECTOR], 1.0, gl.float32, ENDS)
+        if weight_ptr is not None:
+            end_weights = _load_ends(weight_part_ptr, ends, of_part).to(gl.float32)
+        x_ends, dy_ends = _load_both_ends(
+            x_ptr, dy_ptr, group, n_rows, x_row_stride, dy_row_stride, ends, of_part, VECTOR
+        )
+        next_x_ends, next_dy_ends = _load_both_ends(
+            x_ptr, dy_ptr, group + n_groups, n_rows, x_row_stride, dy_row_stride, ends, of_part, VECTOR
+        )
+        g_ends = dy_ends * end_weights
     async_copy.wait_group(STAGES - 2)
-    gx_sum, g_sum = _sums(
-        x_smem, dy_smem, weight_smem, 0, mean, rstd, cols, begin, end, N_CHUNKS, N_FULL, ALIGNED, LAYOUT
-    )
+    gx_sum, g_sum = _sums(x_smem, dy_smem, weight_smem, 0, mean, rstd, x_ends, g_ends, cols, VECTOR, N_CHUNKS, ALIGNED)
     send(mail_ptr + group * n_parts, gx_sum, g_sum, part)
     step = 0
     row = group
     while row < n_rows:
         _copy_row(
-            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, end,
-            row + (STAGES - 1) * n_groups, n_rows, VECTOR, N_CHUNKS, N_FULL, ALIGNED,
+            x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, begin,
+            end, row + (STAGES - 1) * n_groups, n_rows, VECTOR, N_CHUNKS, N_FULL, ALIGNED,
         )  # fmt: skip
         next_row = row + n_groups
+        next_g_ends = next_dy_ends * end_weights
+        ahead_x_ends, ahead_dy_ends = next_x_ends, next_dy_ends
+        if not ALIGNED:
+            ahead_x_ends, ahead_dy_ends = _load_both_ends(
+                x_ptr, dy_ptr, next_row + n_groups, n_rows, x_row_stride, dy_row_stride, ends, of_part, VECTOR
+            )
         next_mean, next_rstd = gl.max(means, 0), gl.max(rstds, 0)
         means, rstds = _load_stats(mean_ptr, rstd_ptr, next_row + n_groups, n_rows, num_warps)
         async_copy.wait_group(STAGES - 2)
         # After the last row there is nothing to add up, and nobody sends it.
         gx_sum, g_sum = _sums(
-            x_smem, dy_smem, weight_smem, (step + 1) % STAGES, next_mean, next_rstd, cols, begin, end,
-            N_CHUNKS, N_FULL, ALIGNED, LAYOUT,
+            x_smem, dy_smem, weight_smem, (step + 1) % STAGES, next_mean, next_rstd, next_x_ends, next_g_ends, cols,
+            VECTOR, N_CHUNKS, ALIGNED,
         )  # fmt: skip
         if next_row < n_rows:
             send(mail_ptr + next_row * n_parts, gx_sum, g_sum, part)
@@ -638,13 +721,22 @@ def _layer_norm_parts_bwd_kernel(
             x_smem, dy_smem, weight_smem, _row_ptr(dx_ptr, row, n_cols, VECTOR), step % STAGES, mean, rstd,
             gx_sum / n_cols, g_mean, dw, db, cols, begin, end, VECTOR, N_CHUNKS, N_FULL, ALIGNED, LAYOUT,
         )  # fmt: skip
+        if not ALIGNED:
+            x_hat_ends = (x_ends.to(gl.float32) - mean) * rstd
+            dx_ends = (g_ends - g_mean - x_hat_ends * (gx_sum / n_cols)) * rstd
+            dx_ends = dx_ends.to(dx_ptr.dtype.element_ty)
+            gl.store(_row_ptr(dx_ptr, row, n_cols, VECTOR) + ends, dx_ends, mask=of_part)
+            dw_ends += dy_ends * x_hat_ends
+            db_ends += dy_ends
+        x_ends, dy_ends, g_ends = next_x_ends, next_dy_ends, next_g_ends
+        next_x_ends, next_dy_ends = ahead_x_ends, ahead_dy_ends
         mean, rstd = next_mean, next_rstd
         step += 1
         row = next_row
     async_copy.wait_group(0)
     gdc_launch_dependents()
-    _store_sums(dw_partial_ptr, dw, group, first, n_cols, cols, begin, end, VECTOR, ALIGNED)
-    _store_sums(db_partial_ptr, db, group, first, n_cols, cols, begin, end, VECTOR, ALIGNED)
+    _store_sums(dw_partial_ptr, dw, dw_ends, group, first, n_cols, cols, begin, end, VECTOR, ALIGNED)
+    _store_sums(db_partial_ptr, db, db_ends, group, first, n_cols, cols, begin, end, VECTOR, ALIGNED)
 
 
 def plan_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> Plan | None:
@@ -654,7 +746,7 @@ def plan_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None
         return None
     vector = 16 // size
     aligned = n_cols % vector == 0
-    if not _pays(x, aligned, *_BWD_ROWS) or not _begin_alike(n_cols, dy, x):
+    if not _pays(x, aligned, *_BWD_ROWS) or not rows_begin_alike(vector, n_cols, dy, x):
         return None
     n_processors = num_multiprocessors(x.device)
     if aligned and size == 2 and n_cols <= _MAX_CHUNKS * _CHUNK:
