@@ -456,8 +456,8 @@ def _add_pairs(a, b, c, d):
 
 @gluon.jit
 def _sums(
-    x_smem, dy_smem, weight_smem, slot, mean, rstd, x_ends, g_ends, cols,
-    VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, ALIGNED: gl.constexpr,
+    x_smem, dy_smem, weight_smem, slot, mean, rstd, x_ends, g_ends, cols, end,
+    VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """What a part adds to a row's sums of g * x_hat and of g. Outside of its whole vectors, dy is 0."""
     LAYOUT: gl.constexpr = cols.type.layout
@@ -466,7 +466,12 @@ def _sums(
     for c in gl.static_range(N_CHUNKS):
         x, dy = _load_chunk(x_smem, dy_smem, slot, c, mean, N_CHUNKS, LAYOUT)
         g = dy * weight_smem.index(c).load(LAYOUT).to(gl.float32)
-        gx_sum += g * x
+        gx = g * x
+        if c >= N_FULL:
+            # They are 0 there. But with this choice whole rows of float16 numbers take a tenth less time on an H200.
+            inside = c * cols.shape[0] + cols < end
+            gx, g = gl.where(inside, gx, 0.0), gl.where(inside, g, 0.0)
+        gx_sum += gx
         g_sum += g
     if not ALIGNED:
         gx_sum = _by_vector(gx_sum, VECTOR) + g_ends * (x_ends.to(gl.float32) - mean)
@@ -591,7 +596,9 @@ def _layer_norm_bwd_resident_kernel(
         mean, rstd = gl.max(means, 0), gl.max(rstds, 0)
         means, rstds = _load_stats(mean_ptr, rstd_ptr, row + n_programs, n_rows, num_warps)
         slot = step % STAGES
-        gx_sum, g_sum = _sums(x_smem, dy_smem, weight_smem, slot, mean, rstd, None, None, cols, VECTOR, N_CHUNKS, True)
+        gx_sum, g_sum = _sums(
+            x_smem, dy_smem, weight_smem, slot, mean, rstd, None, None, cols, n_cols, VECTOR, N_CHUNKS, N_FULL, True
+        )
         g_mean = g_sum / n_cols if mean_ptr is not None else 0.0
         dw, db = _gradient(
             x_smem, dy_smem, weight_smem, _row_ptr(dx_ptr, row, n_cols, VECTOR), slot, mean, rstd, gx_sum / n_cols,
@@ -686,7 +693,9 @@ def _layer_norm_parts_bwd_kernel(
         )
         g_ends = dy_ends * end_weights
     async_copy.wait_group(STAGES - 2)
-    gx_sum, g_sum = _sums(x_smem, dy_smem, weight_smem, 0, mean, rstd, x_ends, g_ends, cols, VECTOR, N_CHUNKS, ALIGNED)
+    gx_sum, g_sum = _sums(
+        x_smem, dy_smem, weight_smem, 0, mean, rstd, x_ends, g_ends, cols, end, VECTOR, N_CHUNKS, N_CHUNKS, ALIGNED
+    )
     send(mail_ptr + group * n_parts, gx_sum, g_sum, part)
     step = 0
     row = group
@@ -708,7 +717,7 @@ def _layer_norm_parts_bwd_kernel(
         # After the last row there is nothing to add up, and nobody sends it.
         gx_sum, g_sum = _sums(
             x_smem, dy_smem, weight_smem, (step + 1) % STAGES, next_mean, next_rstd, next_x_ends, next_g_ends, cols,
-            VECTOR, N_CHUNKS, ALIGNED,
+            end, VECTOR, N_CHUNKS, N_CHUNKS, ALIGNED,
         )  # fmt: skip
         if next_row < n_rows:
             send(mail_ptr + next_row * n_parts, gx_sum, g_sum, part)
