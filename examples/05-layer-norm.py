@@ -930,12 +930,12 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
-# With longer rows the rate should rise. Up to 8192 columns the curve of the backward pass does: blocks of 1024 or,
-# beyond :math:`N = 5120`, of 2048 numbers leave little empty. Then it has teeth: it drops where a further chunk has
-# just begun, as at 8704, and climbs as this one fills. Beyond 8192 a row and its sums no longer fit into registers. On
-# Hopper they need not (`hopper/layer_norm.py`, in Gluon): `x`, `dy` and the weight wait in shared memory, from where
-# they can be read twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of
-# 4096 there, and lies on one multiprocessor. Longer rows, and those of 32-bit numbers, are cut into parts, as in the
+# With longer rows the rate should rise. Up to 10240 columns the curve of the backward pass does: a row lies in five
+# blocks or fewer, and little of them is empty. It has teeth, for it drops where a further block has just begun, as at
+# 6656 columns, and climbs as this one fills. Beyond 10240 a row and its sums no longer fit into registers. On Hopper
+# they need not (`hopper/layer_norm.py`, in Gluon): `x`, `dy` and the weight wait in shared memory, from where they can
+# be read twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096
+# there, and lies on one multiprocessor. Longer rows, and those of 32-bit numbers, are cut into parts, as in the
 # forward pass. This time the programs of a row tell each other their shares of the two sums that each element of `dx`
 # needs. On other GPUs, and on Hopper where a row has more than 3 MiB, rows are cut into column blocks, and the row sums
 # need a pass of their own over `x` and `dy`: five trips instead of three.

@@ -14,10 +14,12 @@ import triton.language as tl
 def rows_begin_alike(vector: int, n_cols: int, *tensors: torch.Tensor) -> bool:
     """Whether row i of n_cols numbers begins at the same place in a vector in all of these and in what is made of them.
 
-    A vector is so many numbers, at least 16 bytes. One in which a row ends must hold nothing but that row and the next.
+    A vector is so many numbers, which must be as wide in all of them. One in which a row ends must hold nothing but
+    that row and the next.
     """
     return all(
-        x.data_ptr() % 16 == 0
+        x.element_size() == tensors[0].element_size()
+        and x.data_ptr() % 16 == 0
         and x.stride(1) == 1
         and (x.stride(0) - n_cols) % vector == 0
         and (x.stride(0) == 0 or x.stride(0) >= vector)
@@ -42,8 +44,16 @@ def row_vectors(ptr, rows, row_stride, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_vectors(
-    row_ptrs, row_mask, cols, begin, end, VECTOR: tl.constexpr, IS_FULL: tl.constexpr, IS_LAST_ROW: tl.constexpr, other
-):  # fmt: skip
+    row_ptrs,
+    row_mask,
+    cols,
+    begin,
+    end,
+    VECTOR: tl.constexpr,
+    IS_FULL: tl.constexpr,
+    IS_LAST_ROW: tl.constexpr,
+    other,
+):
     """Load a block of columns, counted from the vectors in which rows begin; `other` for vectors of other rows."""
     mask = row_mask[:, None]
     if IS_LAST_ROW:
@@ -65,7 +75,15 @@ def inside(x, cols, begin, end, IS_FULL: tl.constexpr, other):
 
 @triton.jit
 def store_vectors(
-    row_ptrs, out, row_mask, cols, begin, end, VECTOR: tl.constexpr, IS_FULL: tl.constexpr, ALIGNED: tl.constexpr
+    row_ptrs,
+    out,
+    row_mask,
+    cols,
+    begin,
+    end,
+    VECTOR: tl.constexpr,
+    IS_FULL: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Store a block of columns: whole vectors at once, and what rows have of their first and last one by one."""
     out = out.to(row_ptrs.dtype.element_ty)
