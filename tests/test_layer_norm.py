@@ -171,6 +171,35 @@ def test_rows_that_begin_anywhere(norm, dtype, n_rows, n_cols, device, monkeypat
     check(norm, torch.randn(n_rows, n_cols, device=device).to(dtype), (n_cols,), params)
 
 
+@pytest.mark.parametrize(
+    ("n_rows", "n_cols"), [(1, 33), (2, 35), (8, 71), (9, 64), (16, 37), (37, 121), (50, 133), (33, 130), (7, 200)]
+)
+def test_rows_that_begin_anywhere_are_stored_once_and_nothing_else_is_touched(n_rows, n_cols):
+    dy, x, out = torch.randn(3, n_rows, n_cols).half()
+    weight, bias = torch.randn(2, n_cols).half()
+    mean, rstd = torch.randn(2, n_rows)
+    partials = torch.empty(2, 16, n_cols)
+    aligned = n_cols % 8 == 0
+    blocks = {
+        "VECTOR": 8, "BLOCK_M": 2, "BLOCK_N": 64, "N_BLOCKS": -(-(n_cols if aligned else n_cols + 7) // 64),
+        "N_FULL": n_cols // 64, "NUM_STAGES": 1,
+    }  # fmt: skip
+    backward = tg.trace(
+        module._layer_norm_bwd_blocks_kernel, (16,), dy, x, weight, mean, rstd, out, *partials, n_rows, n_cols,
+        n_cols, n_cols, ALIGNED=aligned, **blocks,
+    )  # fmt: skip
+    assert not backward.outside
+    assert all((backward.load_counts(name) >= 1).all() for name in ("x_ptr", "dy_ptr", "mean_ptr", "rstd_ptr"))
+    assert all((backward.store_counts(name) == 1).all() for name in ("dx_ptr", "dw_partial_ptr", "db_partial_ptr"))
+    if not aligned:
+        forward = tg.trace(
+            module._layer_norm_fwd_unaligned_kernel, (16,), x, weight, bias, out, mean, rstd, n_rows, n_cols, n_cols,
+            1e-5, **blocks,
+        )  # fmt: skip
+        assert not forward.outside and (forward.load_counts("x_ptr") >= 1).all()
+        assert all((forward.store_counts(name) == 1).all() for name in ("y_ptr", "mean_ptr", "rstd_ptr"))
+
+
 @NORMS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("n_cols", [15, 16, 17, 31, 32, 33, 40, 64, 65, 130, 200])
