@@ -119,7 +119,8 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # elements, more than most rows have. If we load the whole row at once, it is still there when the mean is known, still
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
-# This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below.
+# This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below,
+# and so do most rows of odd lengths.
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
@@ -249,7 +250,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Rows of more than 1024 numbers, up to 10240 of 16 bits or 5120 of 32, take a kernel that sums the same way, but cuts a
 # row into equal blocks, as the forward pass will do below (`_layer_norm_bwd_blocks_kernel`). The next power of two may
 # be nearly twice the row; of the last block at most a part is empty. A program has one row at a time there, and as few
-# warps as have the registers for it: the fewer, the fewer wait for each other at each sum.
+# warps as have the registers for it: the fewer, the fewer wait for each other at each sum. Shorter rows take this
+# kernel, too, if they begin between multiples of 16 bytes and have 32 numbers or more; then up to four share a warp.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -909,9 +911,9 @@ tg.codegen.inspect(
 
 # %%
 # At this length both kernels are those with blocks: eight of them hold a row on the way forward, and four on the way
-# back. The backward kernel holds `x`, `dy` and the weight as they were loaded and the sums for `dw` and `db` in
-# float32, and uses the registers to match. It has shared memory as well: that is where the loads of later rows wait,
-# which the pipelined loop started ahead of time.
+# back. The backward kernel holds `x`, `dy`, the weight and the sums for `dw` and `db`, all in float32, and uses the
+# registers to match. It has shared memory as well: that is where the loads of later rows wait, as 16-bit numbers, which
+# the pipelined loop started ahead of time.
 #
 # Here is the kernel from the top of the page line by line, at 1024 columns, where a tile has two rows. The line with
 # `tl.where` became a select for each number, `FSEL` in SASS, and no branch.

@@ -159,7 +159,9 @@ def test_rows_that_can_or_cannot_be_read_16_bytes_at_a_time(norm, dtype, n_cols,
 )
 def test_rows_that_begin_anywhere(norm, dtype, n_rows, n_cols, device, monkeypatch):
     monkeypatch.setattr(module, "_DWDB_TILE", 65536)  # few programs for the interpreter
-    assert module._in_blocks(n_cols, True, torch.empty(n_rows, n_cols, dtype=dtype)) or n_cols > 1024
+    takes = module._in_blocks(n_cols, True, torch.empty(n_rows, n_cols, dtype=dtype))
+    assert (takes is not None) == (dtype != torch.float32 or n_cols <= 1024)
+    assert module._in_blocks(n_cols, False, *[torch.empty(n_rows, n_cols, dtype=dtype)] * 2)
 
     def among_nans(padding):
         # The row strides differ by multiples of 16 bytes; no kernel may take what lies between the rows for numbers.

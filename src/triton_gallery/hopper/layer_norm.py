@@ -43,7 +43,7 @@ _PART_WARPS_BWD = 4
 _PART_CHUNKS = (3, 4)
 _PART_STAGES = 3
 _CHUNKS_PER_PROCESSOR = 12
-# As _FWD_ROWS.
+# As _FWD_ROWS, of the rows that tl's kernel for rows in registers has left.
 _BWD_ROWS = 8192, 2048, 32 * 2**20
 
 
