@@ -380,11 +380,13 @@ plt.show()
 # more often than once in and once out, and while some programs of a multiprocessor wait or reckon, the copies of others
 # are under way.
 #
-# A row whose length is no multiple of 8 (of 4 in float32) begins anywhere; we call such lengths *odd*. `tl` loads it
-# number by number: 16 bytes at once have to begin at a multiple of 16. This kernel reads from the start of the *cache
-# line* in which the row begins, the 128 bytes that a cache keeps together, and leaves out what belongs to the row
-# before. So all its copies are 16 bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not
-# three and parts of two. Its stores are 16 bytes wide, too, but for both ends of a row.
+# A row whose length is no multiple of 8 (of 4 in float32) begins anywhere; we call such lengths *odd*. But 16 bytes at
+# once have to begin at a multiple of 16. This kernel reads from the start of the *cache line* in which the row begins,
+# the 128 bytes that a cache keeps together, and leaves out what belongs to the row before. So all its copies are 16
+# bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not three and parts of two. Its stores
+# are 16 bytes wide, too, but for both ends of a row. Where the library takes `tl` for odd rows, it does much the same
+# with more than 1024 numbers of 16 bits, and from 192 on where there are 6 MiB of them; page five explains how. Others
+# are loaded number by number.
 #
 # Such a row of odd length and up to 40 KiB has a program to itself, and a multiprocessor room for at least five. Longer
 # rows, of any length, are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
@@ -889,9 +891,10 @@ tg.codegen.inspect(tg.softmax, x)
 # The registers confirm the plan: they hold the row and little else, and nothing spills. Shared memory is a few bytes,
 # one number from each warp. And on NVIDIA's GPUs the widest load is 128 bits, eight numbers at once, since 8192 is a
 # multiple of 8; on AMD's, 256 threads share a block of 1024, four numbers each. (With 781 columns a row may begin at
-# any even address, and the loads are 16 bits wide.) Long rows take another kernel: on Hopper the one with the chunks,
-# here on 8 KiB of each of two rows, after the small one that empties the mailboxes; elsewhere the online one, whose
-# shared memory is a waiting room for the blocks that are on their way.
+# any even address, and where there are many, such rows take a kernel whose stores are narrow at both ends.) Long rows
+# take another kernel: on Hopper the one with the chunks, here on 8 KiB of each of two rows, after the small one that
+# empties the mailboxes; elsewhere the online one, whose shared memory, on NVIDIA's GPUs, is a waiting room for the
+# blocks that are on their way.
 
 long_x = torch.empty(4096, 131072, dtype=torch.float16, device="meta")
 long_report = tg.codegen.inspect(tg.softmax, long_x)
@@ -948,12 +951,12 @@ for each in (report, report_across, report_short, report_long):
 #
 # Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose some: with 16401 columns we
 # reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16401` of a copy of as many bytes, with 16384
-# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. Shorter ones, which are loaded number by
-# number, lose more, too: it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905` at 3905
-# columns. Where the matrix ends between two multiples of 16 bytes, its last row takes another kernel, in a launch of
-# its own. And all of this works if a row of the result begins as far behind a multiple of 16 bytes as the row of the
-# input does. Rows cut out of a wider matrix need not. Up to 32768 columns these are read in blocks, longer ones by the
-# online kernel, whose loads then move one number instead of eight.
+# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. At 3905 columns, moved in whole vectors by
+# `tl`, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905`. Where the matrix ends between
+# two multiples of 16 bytes, its last row takes another kernel, in a launch of its own. And all of this works if a row
+# of the result begins as far behind a multiple of 16 bytes as the row of the input does. Rows cut out of a wider matrix
+# need not. Up to 32768 columns these are read in blocks, longer ones by the online kernel, whose loads then move one
+# number instead of eight.
 
 # %%
 # Break it: pad with zeros

@@ -21,6 +21,7 @@ from ._launch import (
 )
 from ._registration import apply, batch_first, differentiable, operator
 from ._replay import replayed
+from ._vectors import inside, load_vectors, row_begin, row_vectors, store_vectors
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
@@ -29,6 +30,11 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, tor
 _MAX_ROW_BYTES = 128 * 1024
 # Longer rows than this have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024
+# Rows of 16-bit numbers that begin anywhere are moved in vectors of 16 bytes, if they have at least so many numbers and
+# are in one block at least so many bytes: fewer are faster one by one. A thread has at most so many vectors of a row.
+_SHORTEST_UNALIGNED = 192
+_MIN_BYTES_UNALIGNED = 6 * 2**20
+_MAX_BLOCKS = 5
 # How much of a longer row one step of an online kernel reads: 16 bytes for each thread of 16 warps.
 _ONLINE_BLOCK_BYTES = 8 * 1024
 # Few rows of at least as many blocks are cut into parts; of more blocks where there are more than 32 rows: measured on
@@ -135,6 +141,78 @@ def _softmax_fwd_blocks_kernel(
             out = numerators[k] * (1 / row_sum)
         cols = k * BLOCK_COLS + lanes
         tl.store(out_row_ptr + cols, out.to(DTYPE), mask=cols < n_cols if k == N_BLOCKS - 1 else None)
+
+
+@triton.jit
+def _normalize_rows(
+    x_ptr, out_ptr, rows, n_rows, n_cols, x_row_stride, begin, end, VECTOR: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    N_BLOCKS: tl.constexpr, N_FULL: tl.constexpr, IS_LAST_ROW: tl.constexpr, IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The softmax of some rows that begin at the same place in a vector of 16 bytes."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    lanes = tl.arange(0, BLOCK_COLS)
+    row_mask = rows < n_rows
+    x_row_ptrs = row_vectors(x_ptr, rows, x_row_stride, VECTOR)
+    out_row_ptrs = row_vectors(out_ptr, rows, n_cols, VECTOR)
+    blocks = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_COLS + lanes
+        x = load_vectors(x_row_ptrs, row_mask, cols, begin, end, VECTOR, k < N_FULL, IS_LAST_ROW, -float("inf"))
+        blocks += (inside(x.to(DTYPE).to(STATS_DTYPE), cols, begin, end, k > 0 and k < N_FULL, -float("inf")),)
+    maxima = blocks[0]
+    for k in tl.static_range(1, N_BLOCKS):
+        maxima = tl.maximum(maxima, blocks[k])
+    row_max = tl.max(maxima, axis=1, keep_dims=True)
+    sums = tl.zeros((rows.shape[0], BLOCK_COLS), STATS_DTYPE)
+    numerators = ()
+    for k in tl.static_range(N_BLOCKS):
+        numerator = _exp(blocks[k] - row_max, DTYPE)
+        sums += numerator
+        numerators += (numerator,)
+    row_sum = tl.sum(sums, axis=1, keep_dims=True)
+    for k in tl.static_range(N_BLOCKS):
+        if IS_LOG:
+            out = blocks[k] - row_max - tl.log(row_sum)
+        else:
+            out = numerators[k] * (1 / row_sum)
+        cols = k * BLOCK_COLS + lanes
+        store_vectors(out_row_ptrs, out, row_mask, cols, begin, end, VECTOR, k > 0 and k < N_FULL, False)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _softmax_fwd_unaligned_kernel(
+    x_ptr,  # (n_rows, n_cols), 16-byte aligned
+    out_ptr,  # (n_rows, n_cols), contiguous; its rows begin where in a vector those of x do
+    n_rows,
+    n_cols,
+    x_row_stride,
+    VECTOR: tl.constexpr,  # numbers in 16 bytes
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    N_BLOCKS: tl.constexpr,  # of columns
+    N_FULL: tl.constexpr,  # of these, those that every row fills, but for what the first lacks ahead of it
+    IS_LOG: tl.constexpr = False,
+    STATS_DTYPE: tl.constexpr = tl.float32,
+):
+    """Program i * VECTOR + j owns the BLOCK_ROWS rows j, j + VECTOR, ... from row i * VECTOR * BLOCK_ROWS on.
+
+    They all begin at the same place in a vector of 16 bytes, and are moved in whole vectors.
+    """
+    place = tl.program_id(0) % VECTOR
+    first = (tl.program_id(0) // VECTOR).to(tl.int64) * (VECTOR * BLOCK_ROWS) + place
+    begin = row_begin(place.to(tl.int64), x_row_stride, VECTOR, False)
+    rows = first + tl.arange(0, BLOCK_ROWS) * VECTOR
+    last = n_rows - 1
+    _normalize_rows(
+        x_ptr, out_ptr, rows, last, n_cols, x_row_stride, begin, begin + n_cols, VECTOR, BLOCK_COLS, N_BLOCKS, N_FULL,
+        False, IS_LOG, STATS_DTYPE,
+    )  # fmt: skip
+    if last >= first and last < first + VECTOR * BLOCK_ROWS and last % VECTOR == place:
+        _normalize_rows(
+            x_ptr, out_ptr, last + tl.arange(0, BLOCK_ROWS).to(tl.int64), n_rows, n_cols, x_row_stride, begin,
+            begin + n_cols, VECTOR, BLOCK_COLS, N_BLOCKS, N_FULL, True, IS_LOG, STATS_DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -662,6 +740,14 @@ def _launch_rows(
             rows = rows._replace(n_rows=1)
 
     args = (*inputs, out, n_rows, n_cols, *row_strides[:-1])
+    if is_forward and (tile := _unaligned_tile(*inputs, out, n_rows, n_cols, row_strides[0])) is not None:
+        vector, block_rows, block_cols, num_warps = tile
+        launch(
+            _softmax_fwd_unaligned_kernel, (cdiv(n_rows, vector * block_rows) * vector,), *args,
+            VECTOR=vector, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, N_BLOCKS=cdiv(n_cols + vector - 1, block_cols),
+            N_FULL=n_cols // block_cols, num_warps=num_warps, **meta,
+        )  # fmt: skip
+        return
     vectorized, meta["ALIGN"] = alignment(inputs, n_cols, *row_strides[:-1])
     block_cols = next_power_of_2(n_cols)
     col_bytes = len(inputs) * (8 if dtype == torch.float64 else 4)
@@ -754,6 +840,28 @@ def _block(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int]:
     if n_cols <= 8192:
         return 1024, 2 if n_cols <= 4096 else 4
     return (2048, 8) if n_cols <= 20480 else (2048, 16)
+
+
+def _unaligned_tile(
+    x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int
+) -> tuple[int, int, int, int] | None:
+    """(numbers in 16 bytes, rows, columns of a block, warps) for rows that begin anywhere: measured on an H200.
+
+    None where they begin with a vector of 16 bytes, or where other kernels are as fast.
+    """
+    vector = 16 // min(x.element_size(), out.element_size())
+    if vector != 8 or n_cols < _SHORTEST_UNALIGNED or n_cols % vector == 0:
+        return None
+    if x.data_ptr() % 16 != 0 or (row_stride - n_cols) % vector != 0 or row_stride < vector:
+        return None
+    if n_cols <= _ONE_BLOCK_COLS and n_rows * n_cols * x.element_size() < _MIN_BYTES_UNALIGNED:
+        return None
+    # Two rows for a warp, or one for 1, 2 or 4 of them: the fewer share a row, the fewer wait for each other.
+    for warps_per_row in (0.5, 1, 2, 4):
+        block_cols = int(32 * warps_per_row) * vector
+        if n_cols + vector - 1 <= _MAX_BLOCKS * block_cols:
+            return vector, max(1, int(1 / warps_per_row)), block_cols, max(1, int(warps_per_row))
+    return None
 
 
 def _strided_tile(
