@@ -702,14 +702,18 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
 #
 # On Hopper the library does not let go. A row of more than 24576 numbers lies in parts on several multiprocessors, up
-# to 7 MiB of it on an H200. The programs of the parts tell each other what they have found: page two explains how they
+# to 6 MiB of it on an H200. The programs of the parts tell each other what they have found: page two explains how they
 # can, why that needs a *cooperative* launch, and that they send what they have found of a row before they write the row
 # ahead of it. There they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula
-# from above, which joined the lanes of a program, joins programs. A part has up to 7 KiB, and its program a single
-# warp, of which a multiprocessor holds eight. That leaves each of them an eighth of the registers, and there it keeps
-# weight and bias: all of its rows share them. An earlier version had more and smaller programs, which loaded both again
-# for each row. That is twice as many bytes as `x` has, from the L2 cache, and the longest rows stayed far below a
-# copy's rate.
+# from above, which joined the lanes of a program, joins programs. A part has up to 4 KiB, and its program a single
+# warp, of which a multiprocessor holds twelve. That leaves each of them a twelfth of the registers, and there it keeps
+# weight and bias: all of its rows share them. An earlier version loaded both again for each row. That is twice as many
+# bytes as `x` has, from the L2 cache, and the longest rows stayed far below a copy's rate.
+#
+# The order of the first loads counts, too. A program asks for its part of the first row, then for the weight, the
+# second row, the bias and the third row. The version before this one asked for three rows and then for both. They came
+# last, so nothing was written before all rows were there, and no further row was asked for before one was written: the
+# memory stood still meanwhile.
 
 
 @tg.benchmark.perf_report(
@@ -753,8 +757,8 @@ long_report
 # stores a row, nothing is loaded. So longer rows lie on several multiprocessors, at
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768` with 32768 numbers,
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536` with 65536, and
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where more than
-# seventy programs wait for the last of them in each row.
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where 128
+# programs wait for the last of them in each row.
 #
 # To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns we only draw
 # level: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate. Further right
@@ -849,7 +853,7 @@ shapes_report
 #
 # Forward, the first way is that of 128 to 8184 numbers of 16 bits and of up to 1024 of float32. Others have less to
 # gain: they are loaded number by number, until from 24577 on they are cut into parts, and from 8193 on where there are
-# 48 MiB of them. Backward it is that of rows that stay in registers, and longer ones have parts. Here are a forward and
+# 16 MiB of them. Backward it is that of rows that stay in registers, and longer ones have parts. Here are a forward and
 # a backward pass together, over 128 MiB whatever the length.
 
 
@@ -935,9 +939,9 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # With longer rows the rate should rise. Up to 10240 columns the curve of the backward pass does: a row lies in five
 # blocks or fewer, and little of them is empty. It has teeth, for it drops where a further block has just begun, as at
 # 6656 columns, and climbs as this one fills. Beyond 10240 a row and its sums no longer fit into registers. On Hopper
-# they need not (`hopper/layer_norm.py`, in Gluon): `x`, `dy` and the weight wait in shared memory, from where they can
-# be read twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096
-# there, and lies on one multiprocessor. Longer rows, and those of 32-bit numbers, are cut into parts, as in the
+# they need not (`hopper/layer_norm_backward.py`, in Gluon): `x`, `dy` and the weight wait in shared memory, from where
+# they can be read twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of
+# 4096 there, and lies on one multiprocessor. Longer rows, and those of 32-bit numbers, are cut into parts, as in the
 # forward pass. This time the programs of a row tell each other their shares of the two sums that each element of `dx`
 # needs. On other GPUs, and on Hopper where a row has more than 3 MiB, rows are cut into column blocks, and the row sums
 # need a pass of their own over `x` and `dy`: five trips instead of three.

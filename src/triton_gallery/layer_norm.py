@@ -684,15 +684,16 @@ def _in_blocks(n_cols: int, forward: bool, *tensors: torch.Tensor) -> _InBlocks 
     else:
         num_warps = max(1, warps_per_row)
         n_warps, stages = 8, 4 if n_blocks <= 3 and warps_per_row > 1 else 3
-        if aligned and warps_per_row == 4 and n_blocks > 3:
-            n_warps, stages = 4, 5
+        if warps_per_row in (1, 2) or (aligned and warps_per_row == 4):
+            # Fewer programs leave fewer partial rows to add up.
+            n_warps, stages = 4, 4 if warps_per_row < 4 else 5
     block_m = int(num_warps / warps_per_row)
     return _InBlocks(vector, block_m, block_n, n_blocks, num_warps, stages, n_warps // num_warps, options)
 
 
-def _for_hopper(device: torch.device):
-    """The kernels for Hopper, or None where they cannot run."""
-    return hopper.load("layer_norm") if is_hopper(device) else None
+def _for_hopper(direction: str, device: torch.device):
+    """The kernels for Hopper, "forward" or "backward", or None where they cannot run."""
+    return hopper.load(f"layer_norm_{direction}") if is_hopper(device) else None
 
 
 def _rows(x: torch.Tensor, n_cols: int, col_strides: tuple[int, ...] = (1,)) -> torch.Tensor:
@@ -757,7 +758,7 @@ def _layer_norm_fwd(
             _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
             BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
-    elif (kernels := _for_hopper(x.device)) and (plan := kernels.plan_forward(rows, weight, bias)):
+    elif (kernels := _for_hopper("forward", x.device)) and (plan := kernels.plan_forward(rows, weight, bias)):
         kernels.forward(*arguments, eps, plan)
     elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_COLS):
         block_n, num_warps = _fwd_block(x, n_cols, vectorized)
@@ -854,7 +855,7 @@ def _layer_norm_bwd(
         _sum_partials(dw_partial, db_partial, dw, db, plan.max_programs(x))
         return dx, dw, db
 
-    if (kernels := _for_hopper(x.device)) and (plan := kernels.plan_backward(dy, x, weight)):
+    if (kernels := _for_hopper("backward", x.device)) and (plan := kernels.plan_backward(dy, x, weight)):
         n_groups = min(n_rows, plan.max_groups)
         dw_partial, db_partial = _partials(n_groups, n_cols, rstd, dw_dtype, db_dtype)
         kernels.backward(dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_groups, plan)
@@ -1056,7 +1057,7 @@ def layer_norm(
         costs no accuracy. Rows of any length work: up to 24576 elements (12288 in float64) stay in registers, and up to
         96 KiB of a row that can be read 16 bytes at a time; longer ones are read twice. The gradients keep up to 10240
         elements of 16 bits there, 5120 of float32 (8192 if that is a multiple of 16 bytes), and 2048 of float64. On
-        Hopper, longer rows stay on the chip and are read once, up to 7 MiB of a row forward (or of the weight, where it
+        Hopper, longer rows stay on the chip and are read once, up to 6 MiB of a row forward (or of the weight, where it
         is wider) and 3 MiB backward on an H200, and up to an eighth of that where a row's length is no multiple of 16
         bytes; for this they must not be float64. All this is for x and an incoming gradient that are of one width,
         begin at a multiple of 16 bytes and have rows with a multiple of 16 bytes between them, like any new tensor; the
