@@ -439,7 +439,7 @@ tg.benchmark.roofline(report, {f"$2^{{{n}}}$ elements": (1 / 12, rates[2**n] / 1
 # %%
 # Look at how far left the points are: at the flat part there are some two thousand times more operations to be had than
 # an addition has use for. (It is the rate at which the matrix unit multiplies float16 matrices, and that unit does
-# nothing else. The roof of float32 additions is some thirty times lower on an H200, and still some ninety times what we
+# nothing else. The roof of float32 additions is some twenty times lower on an H200, and still some ninety times what we
 # use.) Only the distance to the slope counts, and large vectors close it.
 
 # %%

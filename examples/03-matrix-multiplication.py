@@ -61,8 +61,8 @@ print(f"{product['gpu']}: {quotient:.0f} operations per byte in float16")
 #
 # So a product of large matrices *can* run at the peak. It does so if the bytes really cross the bus about once, and
 # this is what the page is about. The formula :math:`C_{mn}` taken at its word reads a row of :math:`A` and a column of
-# :math:`B` for each result: :math:`2 K s` bytes for :math:`2 K` operations, an intensity of :math:`1 / s`, worse than
-# half an operation per byte in float16.
+# :math:`B` for each result: :math:`2 K s` bytes for :math:`2 K` operations, an intensity of :math:`1 / s`: half an
+# operation per byte in float16.
 
 # %%
 # A tile pays for its rows and columns once
@@ -394,9 +394,9 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   keeps with fewer bits are added to those in float32.
 # - The loop has no barrier and no mention of shared memory. The compiler keeps the tiles of several steps there, so
 #   that the copies for the next rounds are under way while the matrix unit works on this one: `num_stages` steps where
-#   the matrix unit reads shared memory itself (`wgmma`, `tcgen05`), one fewer for `mma`. More stages hide more of the
-#   memory's latency, and take room from larger tiles. `num_stages` is a matter of the launch, as `num_warps` is;
-#   `my_matmul` leaves it at Triton's 3.
+#   the matrix unit reads shared memory itself, as it does on Hopper and Blackwell, one fewer elsewhere. More stages
+#   hide more of the memory's latency, and take room from larger tiles. `num_stages` is a matter of the launch, as
+#   `num_warps` is; `my_matmul` leaves it at Triton's 3.
 # - `pre_ptr` is for the gradient: GELU's, for example, needs the sums as they were before the activation. `PDL` is for
 #   products in parts, further down.
 # - `offs_k`, the rows and the batch are 64-bit numbers before they meet a stride, because a matrix may have more than
@@ -1028,12 +1028,12 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # (Gluon has that since Triton 3.9). Of the sizes that we tried, products from 6144³ on gained a little, and small ones
 # lost more. (Neither stands in a record.)
 #
-# Large products are limited by the matrix unit and by the power it may draw. In float16 we are even with torch or a few
-# per cent behind from 2048³ on; at 3072³ we are at :measured:`matmul-fp16: triton_gallery / torch at 3072`. Our rate
-# over torch's is
+# Large products are limited by the matrix unit and by the power it may draw. In float16 we are even with torch or
+# behind it from 2048³ on. Our rate over torch's is
 #
 # - :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³ and
-#   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³ in float16
+#   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³ in float16, and at 3072³
+#   :measured:`matmul-fp16: triton_gallery / torch at 3072`
 # - :measured:`matmul-bf16: triton_gallery / torch at 4096` and
 #   :measured:`matmul-bf16: triton_gallery / torch at 8192` in bfloat16
 # - :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096` and
@@ -1071,12 +1071,13 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 8191` at 8191³.
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
-# other one at 1024³, where a launch counts. In larger products the trip that they save has to make up for what the
-# product alone is behind, and here it does not: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery / peers
-# at 4096` of `torch.compile`, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (Products of
-# this size run at the limit of the GPU's power, and a few per cent are the run's own.) While a tile is on its way out
-# the matrix unit waits, so each instruction of the activation counts: this one squares the inverse of a root, which the
-# GPU has an instruction for, and needs no division.
+# other one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at
+# 2048³. In larger products the trip that they save has to make up for what the product alone is behind, and here it
+# does not: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` of `torch.compile`, at 8192³
+# at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (Products of this size run at the limit of the GPU's
+# power, and a few per cent are the run's own.) While a tile is on its way out the matrix unit waits, so each
+# instruction of the activation counts: this one squares the inverse of a root, which the GPU has an instruction for,
+# and needs no division.
 
 # %%
 # Break it: forget the short group

@@ -591,22 +591,14 @@ backward_ladder
 # write one. We divide these bytes by the time. Every provider gets the same random float16 inputs, and the L2 cache is
 # flushed before each call. The limit is a plain copy, which also reads and writes all it touches.
 
-import importlib.util
-
 LENGTHS = range(1024, 15873, 512)
 PROVIDERS = ["triton_gallery", "torch", "torch.compile"]
-if importlib.util.find_spec("apex"):
-    PROVIDERS.append("apex")
 
 
 def provided(provider):
     """The layer norm of one provider, as a function of x, w and b."""
     if provider == "triton_gallery":
         return lambda x, w, b: tg.layer_norm(x, w.shape, w, b)
-    if provider == "apex":
-        from apex.normalization.fused_layer_norm import fused_layer_norm_affine
-
-        return lambda x, w, b: fused_layer_norm_affine(x, w, b, w.shape)
 
     def in_torch(x, w, b):
         return torch.nn.functional.layer_norm(x, w.shape, w, b)
@@ -686,7 +678,7 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # %%
 # Up to the slope is all that can be won, and the long rows are most of the way there. An operation more or less would
 # change nothing. (The flat roof is that of the matrix unit, which a layer norm cannot use. Its own, that of float32
-# additions, is some thirty times lower and begins near 8 operations a byte: still to the right of both passes.)
+# additions, is some twenty times lower and begins near 8 operations a byte: still to the right of both passes.)
 #
 # Rows that outgrow a multiprocessor
 # ----------------------------------
@@ -916,8 +908,8 @@ tg.codegen.inspect(
 # %%
 # At this length both kernels are those with blocks: eight of them hold a row on the way forward, and four on the way
 # back. The backward kernel holds `x`, `dy`, the weight and the sums for `dw` and `db`, all in float32, and uses the
-# registers to match. It has shared memory as well: that is where the loads of later rows wait, as 16-bit numbers, which
-# the pipelined loop started ahead of time.
+# registers to match. On NVIDIA's GPUs it has shared memory as well: that is where the loads of later rows wait, as
+# 16-bit numbers, which the pipelined loop started ahead of time.
 #
 # Here is the kernel from the top of the page line by line, at 1024 columns, where a tile has two rows. The line with
 # `tl.where` became a select for each number, `FSEL` in SASS, and no branch.
@@ -954,9 +946,8 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192`; the lowest ratio of the whole sweep is
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at worst`
 #
-# All of this is the GPU's time. A backward pass also takes the host tens of microseconds, ours more than torch's: it
-# walks through autograd, allocates and launches two or three kernels in Python, where torch does all of it in C++.
-# Where rows are short and few, the GPU waits for that.
+# All of this is the GPU's time. A backward pass also takes the host some time, which no record holds: it walks through
+# autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
 #
 # The strongest forward pass beside ours is that of `torch.compile` at lengths such as 14336, where ours runs at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` makes a kernel

@@ -544,7 +544,14 @@ def test_roofline_of_a_record(records):
     assert axes.get_title() == "Products: roofline of the NVIDIA H200" and axes.lines[0].get_xdata()[1] == 400
     pyplot.close("all")
 
-    # A copy that was measured in the same run is the better limit.
+    # A product that was measured in the same run is the better limit, if it is of that kind; and so is a copy.
+    own = {"benchmark": "matmul-odd-fp16", "unit": "TFLOP/s", "limit": {"name": "torch.matmul 8192³", "value": 700.0}}
+    product = dataclasses.replace(measured, record=measured.record | own)
+    benchmark.roofline(product, {"fast": (400.0, 600.0)})
+    benchmark.roofline(product, {"fast": (400.0, 600.0)}, peak="matmul-fp8")
+    flats = [pyplot.figure(number).axes[0].lines[1].get_ydata()[0] for number in pyplot.get_fignums()]
+    assert flats == [700, 1600]
+    pyplot.close("all")
     benchmark.roofline(measured, {"slow": (2.0, 1.0)})
     slope = pyplot.gcf().axes[0].lines[0]
     assert all(y == pytest.approx(x * measured.record["limit"]["value"] / 1000) for x, y in slope.get_xydata())

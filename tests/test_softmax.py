@@ -757,7 +757,7 @@ def test_row_lengths_share_compilations():
     ]
     outcomes = tg.codegen._compile(tg.codegen._pack(calls, ("sm_90",)))
     names = [name for name, _ in {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}]
-    # Multiples of 16, other multiples of 8, and what is neither: forward, that has kernels for four and for five blocks.
+    # Multiples of 16, other multiples of 8, and what is neither: that has forward kernels for four and for five blocks.
     assert set(map(names.count, names)) == {2, 3}
 
 

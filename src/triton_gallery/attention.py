@@ -1082,7 +1082,8 @@ def attention(
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
         products follow :func:`torch.set_float32_matmul_precision`, as in :func:`matmul`. Memory beyond the outputs is
-        one number a query for the forward and two for the backward. To it come splits, where up to 64 queries (16 in
+        one number a query for the forward and two for the backward, and the float32 gradient of q that Hopper's kernels
+        keep (see below). To it come splits, where up to 64 queries (16 in
         float32) share 512 keys or more and heads are few or shared, as in decoding: several programs share the keys,
         and each needs room for a float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16
         bytes are copied on GPUs with TMA, and so may the output and the gradients be.

@@ -304,7 +304,9 @@ def roofline(
 def _limit_of(report: Report, kind: str) -> dict:
     if report.live:
         return limit(kind)
-    if kind == "copy" and report.record["unit"] == "GB/s" and report.record["limit"]:
+    # The record's own, if it is of that kind: products in float16 are measured against such a product.
+    of_kind = kind == "copy" or report.record["benchmark"].endswith(kind.removeprefix("matmul"))
+    if of_kind and report.record["unit"] == LIMITS[kind] and report.record["limit"]:
         return report.record["limit"]
     file = _records() / slug(report.record["gpu"]) / f"{_LIMIT_RECORDS[kind]}.json"
     return json.loads(file.read_text(encoding="utf-8"))["limit"]
