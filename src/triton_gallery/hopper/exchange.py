@@ -31,11 +31,15 @@ def mailboxes(n_rows: int, n_parts: int, device: torch.device) -> torch.Tensor:
     return mail
 
 
+def registers_for(n_programs: int, num_warps: int) -> dict[str, int]:
+    """Options of a launch of which a multiprocessor is to have room for so many programs."""
+    # Its warps are spread over its four parts. Each has 16384 registers, and gives each thread the same multiple of 8.
+    return {"maxnreg": 16384 // (32 * cdiv(num_warps * n_programs, 4)) // 8 * 8}
+
+
 def at_a_time(n_programs: int, num_warps: int) -> dict[str, int | bool]:
     """Options of a launch whose programs must all run at a time, `n_programs` of them on each multiprocessor."""
-    # The warps of a multiprocessor are spread over its four parts. Each has 16384 registers, and gives each thread the
-    # same multiple of 8.
-    return {"launch_cooperative_grid": True, "maxnreg": 16384 // (32 * cdiv(num_warps * n_programs, 4)) // 8 * 8}
+    return {"launch_cooperative_grid": True, **registers_for(n_programs, num_warps)}
 
 
 def max_parts(n_parts: int, num_warps: int) -> int:

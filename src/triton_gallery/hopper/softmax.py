@@ -12,7 +12,7 @@ import torch
 
 from .._launch import cdiv, launch, num_multiprocessors
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
-from .exchange import at_a_time, mailboxes, max_parts, receive, send
+from .exchange import at_a_time, mailboxes, max_parts, receive, registers_for, send
 
 # Vectors of 16 bytes per thread in a chunk.
 _STEPS = 2
@@ -304,5 +304,5 @@ def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_st
         n_rows, n_parts, part_lines, n_cols, row_stride,
         VECTOR=16 // x.element_size(), CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=n_full,
         STAGES=plan.stages, MAX_PARTS=max_parts(n_parts, plan.num_warps), ALIGNED=aligned, IS_LOG=is_log,
-        num_warps=plan.num_warps, **at_a_time(programs, plan.num_warps) | {"launch_cooperative_grid": in_parts},
+        num_warps=plan.num_warps, **(at_a_time if in_parts else registers_for)(programs, plan.num_warps),
     )  # fmt: skip
