@@ -53,7 +53,7 @@ def sanitizer(folder: Path) -> list[list]:
         log = (folder / f"{tool}.log").read_text(errors="replace")
         launches = {name: int(n) for name, n in re.findall(r"^(_\w+_kernel): (\d+)$", log, re.MULTILINE)}
         summary = _SUMMARY.search(log)
-        if not launches or not summary:
+        if not launches or not summary or "Target application returned an error" in log:
             raise SystemExit(f"evidence: {tool}.log does not end as it should")
         found = Counter()
         for line in log.splitlines():
