@@ -3,6 +3,7 @@
 #   VENV=        use the Python that is active, and install nothing (VENV=PATH: the environment at PATH, as it is)
 #   PYTHON=...   the Python that .venv is made with, or the active one; at least 3.11
 #   PAGE=...     one page of the gallery, such as 02-fused-softmax; to measure also one chapter, such as chapter-5
+#   WORKERS=2    processes that the tests share; auto takes one for each core
 #   GALLERY_URL= where the site is published, for the canonical links that search engines read
 
 VENV ?= .venv
@@ -20,6 +21,7 @@ SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 # A draft does not execute every page, and says so on each.
 DRAFT = $(SPHINX) -A draft=1
 PAGES = $(or $(PAGE),*)
+WORKERS ?= 2
 
 .PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
 .DEFAULT_GOAL := help
@@ -44,7 +46,7 @@ publish: html  ## Add the site to the versions in DEST=build/site as VERSION=...
 	$(PY) docs/_ext/publish.py build/html $(or $(DEST),build/site) $(VERSION)
 
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
-	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow" --ignore tests/site
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --ignore tests/site
 
 # A browser on a busy machine may miss a deadline. What fails twice is a fault.
 test-site: $(or $(INSTALLED),check-tests)  ## Test the site that `make html` built, in a browser
