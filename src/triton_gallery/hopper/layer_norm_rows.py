@@ -53,7 +53,7 @@ def copy_chunk(
 def clear(
     smem, cols, STAGES: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr
 ):  # fmt: skip
-    """Fill the chunks that no part fills with 0, which stays wherever no copy writes."""
+    """Fill with 0 the chunks that parts may leave gaps in: it stays wherever no copy writes."""
     for k in gl.static_range(STAGES):
         for c in gl.static_range(N_CHUNKS):
             if c >= N_FULL or (c == 0 and not ALIGNED):
@@ -144,6 +144,7 @@ class Plan(NamedTuple):
 
 
 def pays(x: torch.Tensor, aligned: bool, long: int, long_unaligned: int, n_bytes: int) -> bool:
+    """Whether rows of x are so long, or so long and so many, that the kernels here are the faster ones."""
     return x.shape[1] > long or (not aligned and x.shape[1] > long_unaligned and x.nbytes >= n_bytes)
 
 
