@@ -355,9 +355,9 @@ plt.show()
 # - `eviction_policy` is a wish to the L2 cache, which all programs share: keep this, we come back for it, and later:
 #   drop this first. Where rows are aligned, the compiler makes asynchronous copies of these loads: copies to shared
 #   memory, which nobody waits for until the numbers are needed. There Triton 3.6 and 3.7 drop the wish. What helps in
-#   any case is that few rows are under way: as long as all of them fit into the cache, the second walk costs little, and
-#   memory sees two trips again. That is why the library starts one or two programs for each multiprocessor, and lets
-#   them loop: with more rows at once, each would push the others out.
+#   any case is that few rows are under way: as long as all of them fit into the cache, the second walk costs little,
+#   and memory sees two trips again. That is why the library starts one or two programs for each multiprocessor, and
+#   lets them loop: with more rows at once, each would push the others out.
 # - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
 #   that memory need not wait for arithmetic.
 # - `row` is a 64-bit number, and so are the products with it.

@@ -126,6 +126,45 @@ def test_rows_that_can_or_cannot_be_read_16_bytes_at_a_time(op, dtype, n_cols, s
     check(op, laid_out(3, *layout), dy=torch.randn(3, n_cols, device=device).to(dtype))
 
 
+@OPS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("n_rows", "n_cols"), [(1, 193), (2, 259), (9, 201), (17, 630), (33, 641), (8, 1025), (3, 2501), (2, 5113)]
+)
+def test_rows_that_begin_anywhere(op, dtype, n_rows, n_cols, device, monkeypatch):
+    monkeypatch.setattr(module, "_MIN_BYTES_UNALIGNED", 0)
+    # The row strides differ from the rows' length by 16 bytes; no kernel may take what lies between for numbers.
+    x = torch.full((n_rows + 9, n_cols + 8), NAN, device=device, dtype=dtype)[8:-1, :n_cols]
+    assert module._unaligned_tile(x, x, n_rows, n_cols, x.stride(0) if n_rows > 1 else n_cols)
+    x.copy_(torch.randn(n_rows, n_cols, device=device) * 3)
+    check(op, x)
+    check(op, torch.randn(n_rows, n_cols, device=device).mul(3).to(dtype), dtype=torch.float32)
+    x[0, -1], x[-1, 0] = -INF, INF
+    torch.testing.assert_close(ours(op, x), torchs(op, x), equal_nan=True, rtol=1e-2, atol=1e-2)
+
+
+def test_few_odd_rows_are_faster_one_by_one():
+    def tile(n_rows, n_cols):
+        x = torch.empty(n_rows, n_cols, device="meta", dtype=torch.float16)
+        return module._unaligned_tile(x, x, n_rows, n_cols, n_cols)
+
+    assert tile(4096, 781) and tile(16384, 259) and tile(2, 1025)
+    assert not (tile(2048, 781) or tile(4096, 259) or tile(2**20, 191) or tile(4096, 784) or tile(4096, 5121))
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_cols"), [(1, 33), (2, 35), (8, 71), (16, 37), (17, 121), (50, 133), (33, 130), (7, 201)]
+)
+def test_rows_that_begin_anywhere_are_stored_once_and_nothing_else_is_touched(n_rows, n_cols):
+    x, out = torch.randn(2, n_rows, n_cols).half()
+    programs = -(-n_rows // 16) * 8
+    trace = tg.trace(
+        module._softmax_fwd_unaligned_kernel, (programs,), x, out, n_rows, n_cols, n_cols, VECTOR=8, BLOCK_ROWS=2,
+        BLOCK_COLS=64, N_BLOCKS=-(-(n_cols + 7) // 64), N_FULL=n_cols // 64,
+    )  # fmt: skip
+    assert not trace.outside and (trace.load_counts("x_ptr") >= 1).all() and (trace.store_counts("out_ptr") == 1).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_softmax_around_the_longest_row_in_registers(dtype, device):
     limit = module._MAX_ROW_BYTES // (8 if dtype == torch.float64 else 4)
