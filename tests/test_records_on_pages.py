@@ -282,7 +282,7 @@ def repository(folder):
 def test_history_has_a_column_for_each_commit_that_changed_the_numbers(repository, build):
     text, warnings, _, _ = build(".. records::\n", "records")
     assert not warnings and records.NO_HISTORY not in text
-    kept = records.history("nvidia-h200", NAME, "")
+    kept = records.history("nvidia-h200", NAME)
     assert [record["commit"] for record in kept] == ["aaaaaaa", "bbbbbbb"]
     assert all(f"{record['date']}, {record['commit']}" in text for record in kept)
     old, new = (_report.Report(record).quote("triton_gallery", None, str(X)) for record in kept)
@@ -291,8 +291,7 @@ def test_history_has_a_column_for_each_commit_that_changed_the_numbers(repositor
     assert f"In {unit}, and the ratio to the best peer" in text
     # What is measured and not yet committed is the newest.
     commit(repository, made_up("NVIDIA H200", factor=4.0, commit="ccccccc"))
-    records.history.cache_clear()
-    assert [record["commit"] for record in records.history("nvidia-h200", NAME, "")][-1] == "ccccccc"
+    assert [record["commit"] for record in records.history("nvidia-h200", NAME)][-1] == "ccccccc"
 
 
 @pytest.mark.parametrize("how", ["shallow", "none"])
@@ -305,16 +304,8 @@ def test_history_says_when_there_is_none(repository, build, tmp_path, monkeypatc
         monkeypatch.setattr(benchmark, "_records", lambda: clone)
     else:
         shutil.rmtree(repository / ".git")
-    records.history.cache_clear()
     text, warnings, _, _ = build(".. records::\n", "records")
     assert not warnings and records.NO_HISTORY in text
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    records.history.cache_clear()
-    yield
-    records.history.cache_clear()
 
 
 # --- the committed records --------------------------------------------------------------------------------------------

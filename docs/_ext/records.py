@@ -8,7 +8,6 @@ Reports carry their data as ``data:`` links, because a notebook has nowhere to p
 ``_static/records/<gpu>/<benchmark>.json`` and ``.csv``, and the links lead there.
 """
 
-import functools
 import io
 import json
 import re
@@ -44,8 +43,7 @@ def last_commit() -> str:
         return ""
 
 
-@functools.cache
-def history(gpu: str, name: str, state: str) -> list[dict]:
+def history(gpu: str, name: str) -> list[dict]:
     """A record at each commit that changed its figures, the oldest first; empty where git does not know."""
     path = f"{gpu}/{name}.json"
     try:
@@ -63,11 +61,11 @@ def history(gpu: str, name: str, state: str) -> list[dict]:
     return kept
 
 
-def _history(gpu: str, name: str, state: str) -> list[str]:
+def _history(gpu: str, name: str) -> list[str]:
     """Our numbers with the ratio to the best peer, or the first variant's: a row for each x, a column a commit."""
     from triton_gallery._report import Report
 
-    reports = [Report(record) for record in history(gpu, name, state)]
+    reports = [Report(record) for record in history(gpu, name)]
     if not reports:
         return [NO_HISTORY]
     reports.reverse()
@@ -132,7 +130,7 @@ class Records(SphinxDirective):
         ]
         lines += [f"``make record{f' PAGE={page}' if page else ''}`` on a machine with this GPU measures it again.", ""]
         lines += [".. dropdown:: At each commit", ""]
-        return lines + [f"   {line}".rstrip() for line in _history(gpu, name, last_commit())]
+        return lines + [f"   {line}".rstrip() for line in _history(gpu, name)]
 
 
 def _summary(gpu: str, found: dict) -> list[str]:
