@@ -39,7 +39,7 @@ def made_up(gpu: str, factor: float = 1.0, **changes) -> dict:
     record = json.loads((SHIPPED / f"{NAME}.json").read_text(encoding="utf-8")) | {"gpu": gpu, "title": "Softmax"}
     record["rows"] = [row | {key: factor * row[key] for key in _report.FIGURES} for row in record["rows"]]
     (page,) = gallery.EXAMPLES.glob("*-fused-softmax.py")
-    digest = gallery._benchmark(page.read_text(encoding="utf-8"), "bench_softmax", gallery.SRC)
+    digest = gallery._benchmark(page.read_text(encoding="utf-8"), "bench_softmax")
     record["text"] = {**benchmark.kernel_digests(NAME), "benchmark": digest}
     return record | changes
 

@@ -87,7 +87,7 @@ def measured(reference: str) -> str:
     """What the committed record says, such as ``2.71×`` for ``softmax-fp16: triton_gallery / torch at 4096``."""
     from triton_gallery.benchmark import quote  # only pages that refer to a record need the package and torch
 
-    reference = re.sub(r"\s*\n\s*#?\s*", " ", reference).strip()
+    reference = _in_one_line(reference)
     name = reference.partition(":")[0]
     try:
         text = quote(reference)
@@ -98,22 +98,21 @@ def measured(reference: str) -> str:
         raise LookupError(f"measured: {reference!r}: {error.args[0] if error.args else error}") from error
 
 
-def report(name: str, gpu: str | None = None, examples: Path = EXAMPLES, src: Path = SRC):
+def report(name: str, gpu: str | None = None):
     """The committed record as a report that knows what changed since: the kernels, or the benchmark in its page."""
     from triton_gallery.benchmark import load
 
     loaded = load(name, gpu)
     function = loaded.record["inputs"].partition("(")[0]
-    texts = measuring(examples).values()
-    digests = [_benchmark(text, function, src) for text in texts if f"def {function}(" in text]
+    digests = [_benchmark(text, function) for text in measuring().values() if f"def {function}(" in text]
     changed = set() if loaded.record["text"]["benchmark"] in digests else {"benchmark"}
     return dataclasses.replace(loaded, changed=loaded.changed | changed)
 
 
-def measuring(examples: Path = EXAMPLES, guide: Path = GUIDE) -> dict[str, str]:
+def measuring() -> dict[str, str]:
     """The code of everything that measures, by the name that ``make record PAGE=`` knows: pages, then chapters."""
-    pages = {page.stem: page.read_text(encoding="utf-8") for page in sorted(examples.glob(_PAGES))}
-    chapters = {path.parent.name: script(path.read_text(encoding="utf-8")) for path in sorted(guide.glob("*/*.rst"))}
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in sorted(EXAMPLES.glob(_PAGES))}
+    chapters = {path.parent.name: script(path.read_text(encoding="utf-8")) for path in sorted(GUIDE.glob("*/*.rst"))}
     return pages | {name: text for name, text in chapters.items() if "perf_report(" in text}
 
 
@@ -129,10 +128,10 @@ def script(chapter: str) -> str:
 
 
 @functools.cache
-def _benchmark(text: str, function: str, src: Path) -> str | None:
+def _benchmark(text: str, function: str) -> str | None:
     from triton_gallery._source import function_digest
 
-    return function_digest(_expanded("", text, src, keep_references=True), function)
+    return function_digest(_expanded("", text, SRC, keep_references=True), function)
 
 
 def cited(key: str) -> str:
@@ -166,10 +165,12 @@ def _item(text: str) -> str:
 
 def measured_names(text: str) -> list[str]:
     """The records that a page refers to, in order."""
-    found = [match["measured"] for match in _REFERENCE.finditer(text) if match["measured"]]
-    return list(
-        dict.fromkeys(re.sub(r"\s*\n\s*#?\s*", " ", reference).partition(":")[0].strip() for reference in found)
-    )
+    found = [_in_one_line(match["measured"]) for match in _REFERENCE.finditer(text) if match["measured"]]
+    return list(dict.fromkeys(reference.partition(":")[0] for reference in found))
+
+
+def _in_one_line(reference: str) -> str:
+    return re.sub(r"\s*\n\s*#?\s*", " ", reference).strip()
 
 
 def source_of(name: str, src: Path = SRC) -> str:
