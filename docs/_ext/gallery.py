@@ -38,7 +38,6 @@ SRC = ROOT / "src"
 EXAMPLES = ROOT / "examples"
 REFERENCES = ROOT / "docs" / "refs.bib"
 GUIDE = ROOT / "docs" / "programming-guide"
-NOT_YET = "not yet measured"
 
 _HEADER = "GALLERY_HEADER.rst"
 _PAGES = "[0-9][0-9]-*.py"
@@ -85,7 +84,9 @@ def _expanded(name: str, text: str, src: Path, keep_references: bool) -> str:
 
 def measured(reference: str) -> str:
     """What the committed record says, such as ``2.71×`` for ``softmax-fp16: triton_gallery / torch at 4096``."""
-    from triton_gallery.benchmark import quote  # only pages that refer to a record need the package and torch
+    # Not above: only pages that refer to a record need the package and torch.
+    from triton_gallery._report import NOT_YET
+    from triton_gallery.benchmark import quote
 
     reference = _in_one_line(reference)
     name = reference.partition(":")[0]

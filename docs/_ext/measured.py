@@ -11,8 +11,12 @@ A page with such numbers ends with where they come from, and one with ``.. run::
 from pathlib import Path
 
 from docutils import nodes
-from gallery import EXAMPLES, GUIDE, NOT_YET, SRC, measured, measured_names, report
+from gallery import EXAMPLES, GUIDE, SRC, measured, measured_names, report
+from sphinx.addnodes import pending_xref
 from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+from triton_gallery._report import COPY, NOT_YET, is_peer
+from triton_gallery.benchmark import environment
 
 RECORDS = SRC / "triton_gallery" / "records"
 NONE_YET = "No measurements are committed yet."
@@ -89,8 +93,6 @@ class MeasuredTable(SphinxDirective):
 
 
 def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:
-    from triton_gallery._report import COPY
-
     r, ours = found.record, found.series("triton_gallery")
     place = f"{int(x):,}" if x.isdigit() else x
     cells = [f":ref:`{r['title']} <{target}>`, {r['x']} {place}", *[""] * 5]
@@ -110,8 +112,6 @@ def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:
 
 
 def _best_peer(found, x: str) -> str:
-    from triton_gallery._report import is_peer
-
     peers = [row for row in found.record["rows"] if str(row["x"]) == x and is_peer(row["provider"])]
     return max(peers, key=lambda row: row["median"])["provider"]
 
@@ -185,16 +185,12 @@ def _names(app, docname: str, doctree) -> list[str]:
 
 
 def _reference(docname: str, name: str) -> nodes.Node:
-    from sphinx.addnodes import pending_xref
-
     target = label(gpus(name)[0], name)
     options = {"refdomain": "std", "reftype": "ref", "reftarget": target, "refexplicit": True, "refwarn": True}
     return pending_xref("", nodes.inline("", name, classes=["std", "std-ref"]), refdoc=docname, **options)
 
 
 def _here() -> str:
-    from triton_gallery.benchmark import environment
-
     found = environment()
     gpu = f"{found['gpu']}, driver {found['driver']}" if found["driver"] != "none" else "no GPU, in the interpreter"
     return f"{gpu}, torch {found['torch']}, triton {found['triton']}, commit {found['commit']}, {found['date']}"

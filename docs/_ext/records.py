@@ -17,10 +17,12 @@ from html import escape
 from pathlib import Path
 
 from docutils import nodes
-from gallery import NOT_YET, measuring, report
+from gallery import measuring, report
 from measured import NONE_YET, RECORDS, gpus, label, list_table, note_record, tab_set
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
+
+from triton_gallery._report import NOT_YET, Report, is_ours, is_study, slug
 
 logger = logging.getLogger(__name__)
 _DATA = re.compile(r'<a download="[^"]*" href="data:(?:text/csv|application/json);[^"]*">[^<]*</a>')
@@ -63,8 +65,6 @@ def history(gpu: str, name: str) -> list[dict]:
 
 def _history(gpu: str, name: str) -> list[str]:
     """Our numbers with the ratio to the best peer, or the first variant's: a row for each x, a column a commit."""
-    from triton_gallery._report import Report
-
     reports = [Report(record) for record in history(gpu, name)]
     if not reports:
         return [NO_HISTORY]
@@ -85,8 +85,6 @@ def _history(gpu: str, name: str) -> list[str]:
 
 
 def _cell(found, x) -> str:
-    from triton_gallery._report import is_ours
-
     name = found.providers[0]
     if x not in found.series(name):
         return "–"
@@ -134,8 +132,6 @@ class Records(SphinxDirective):
 
 
 def _summary(gpu: str, found: dict) -> list[str]:
-    from triton_gallery._report import is_study
-
     rows = [("Measured", "ratio to the best peer: lowest", "median", "highest", "on")]
     for name, one in found.items():
         if "-ladder-" in name or is_study(name):
@@ -165,8 +161,6 @@ def draw(srcdir: Path, found) -> str:
     """Draw a record's figure; its path below the folder of sources. The same record gives the same file."""
     import matplotlib.pyplot as plt
 
-    from triton_gallery._report import slug
-
     path = f"_generated/records/{slug(found.record['gpu'])}/{found.record['benchmark']}.svg"
     picture = io.StringIO()
     with plt.rc_context({"svg.hashsalt": path, "svg.fonttype": "none", "font.family": "sans-serif"}):
@@ -191,8 +185,6 @@ def shown_in(html: str) -> dict | None:
 
 def _published(html: str, docname: str, live_to: Path | None = None) -> str:
     """The HTML of a report with links to the site's files; those of a report measured in this build are written now."""
-    from triton_gallery._report import Report, slug
-
     record = shown_in(html)
     if record is None:
         return html
@@ -248,8 +240,6 @@ def _tab_nodes(tabs: dict[str, list[nodes.Node]]) -> nodes.Node:
 
 
 def _build_finished(app, exception) -> None:
-    from triton_gallery._report import Report
-
     if exception or app.builder.format != "html":
         return
     for path in sorted(RECORDS.glob("*/*.json")):
