@@ -12,7 +12,6 @@ project = "Triton Gallery"
 author = "the Triton Gallery contributors"
 copyright = "the Triton Gallery contributors, MIT license"
 version = release = triton_gallery.__version__
-language = "en"
 
 extensions = [
     "bundle",  # docs/_ext
@@ -47,10 +46,8 @@ nitpick_ignore_regex = [
 ]
 
 # API pages
-autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
-napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 add_module_names = False
 
@@ -68,17 +65,14 @@ sphinx_gallery_conf = {
     "ignore_repr_types": r"matplotlib\.",  # what a plotting call returns says nothing
     "inspect_global_variables": False,  # in code, link functions and not variables
     "notebook_images": True,
-    "download_all_examples": True,
     "remove_config_comments": True,
     "write_computation_times": False,
-    "show_memory": False,
     "show_signature": False,
 }
 
 # The guide; files are relative to this one
 bibtex_bibfiles = ["docs/refs.bib"]
 bibtex_reference_style = "author_year"
-plot_include_source = False
 plot_html_show_source_link = False
 plot_html_show_formats = False
 plot_formats = ["svg"]
