@@ -23,12 +23,11 @@ ABOUT = "Triton kernels with torch's semantics, and an executable gallery that t
 MADE = {
     "404": "There is no such page.",
     "genindex": "Every function, kernel and term of Triton Gallery, in alphabetical order.",
-    "py-modindex": "The modules of triton_gallery.",
     "search": "Search the pages, functions and kernels of Triton Gallery.",
 }
 LONGEST = 200  # characters of a description
 # What is of no use outside a browser
-CHROME = ".headerlink, .viewcode-link, .sphx-glr-download-link-note, .sphx-glr-signature, button, input, script, style"
+CHROME = ".headerlink, .sphx-glr-download-link-note, button, input, script, style"
 
 
 # --- the head of a page -----------------------------------------------------------------------------------------------
