@@ -135,15 +135,9 @@ def _fill(text: str, what: str, content: str) -> str:
 def _list(versions: list[dict], page: str, root: str, current: str | None) -> str:
     groups = []
     for title, kind in (("Tags", "tag"), ("Branches", "branch")):
-        items = [
-            f'<dd class="rtd-current-item">{_link(version, page, root, current)}</dd>'
-            if version["name"] == current
-            else f"<dd>{_link(version, page, root)}</dd>"
-            for version in versions
-            if version["kind"] == kind
-        ]
-        if items:
-            groups.append(f"<dl><dt>{title}</dt>{''.join(items)}</dl>")
+        links = [_link(version, page, root, current) for version in versions if version["kind"] == kind]
+        if links:
+            groups.append(f"<dl><dt>{title}</dt>{''.join(f'<dd>{link}</dd>' for link in links)}</dl>")
     return "".join(groups)
 
 

@@ -36,7 +36,6 @@
         group.append(term);
         for (const member of members) {
           const item = document.createElement("dd");
-          if (member.name === version) item.className = "rtd-current-item";
           item.append(link(member));
           group.append(item);
         }
