@@ -24,7 +24,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-_TAG = re.compile(r"v?(\d+(?:\.\d+)+)((?:a|b|rc)\d+)?")
+_TAG = re.compile(r"v?(\d+(?:\.\d+)*)((?:a|b|rc)\d+)?")
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
 _CANONICAL = re.compile(r'(<link rel="canonical" href="[^"]*/)stable(/[^"]*")')
 _STABLE = "stable"
