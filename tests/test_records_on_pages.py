@@ -112,7 +112,9 @@ def test_a_page_with_recorded_numbers_ends_with_where_they_are_from(folder, buil
     assert "The code on this page ran on" not in text
 
 
-def test_a_caption_tells_where_a_record_is_from(folder, build):
+def test_a_caption_tells_where_a_record_is_from(folder, build, monkeypatch):
+    pages = gallery.measuring() | {"chapter-7": 'sweep("softmax-fp8", [1, 2])'}
+    monkeypatch.setattr(gallery, "measuring", lambda: pages)
     text, warnings, page, _ = build(f":provenance:`{NAME}`\n\n:provenance:`softmax-fp8`\n\n.. records::\n", "records")
     assert not warnings
     assert re.search(rf"Record {NAME}: measured on NVIDIA H200, 2026-[\d-]+, commit \w+\.\n", text)
@@ -121,6 +123,8 @@ def test_a_caption_tells_where_a_record_is_from(folder, build):
     text = build(f":provenance:`{NAME}`\n\n.. records::\n", "records")[0]
     assert f"Record {NAME}: not yet measured since the benchmark changed" in text
     assert f"record nvidia-h200/{NAME}: not yet measured since the benchmark changed" in build.log
+    warnings = build(":provenance:`softmax-fp4`\n", "measured")[1]
+    assert "index.rst:4: ERROR: provenance: no benchmark is called softmax-fp4" in warnings
 
 
 def test_what_a_benchmark_has_not_measured_yet_is_no_mistake(folder, monkeypatch):

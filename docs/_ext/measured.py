@@ -11,7 +11,7 @@ A page with such numbers ends with where they come from, and one with ``.. run::
 from pathlib import Path
 
 from docutils import nodes
-from gallery import EXAMPLES, GUIDE, SRC, measured, measured_names, report
+from gallery import EXAMPLES, GUIDE, SRC, is_declared, measured, measured_names, report
 from sphinx.addnodes import pending_xref
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
@@ -47,10 +47,7 @@ class Measured(SphinxRole):
         try:
             text = measured(self.text)
         except LookupError as error:
-            # Read again next time, so that the build keeps failing until it is mended.
-            self.env.note_reread()
-            message = self.inliner.reporter.error(error.args[0], line=self.lineno)
-            return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
+            return _refused(self, error.args[0])
         name = self.text.partition(":")[0].strip()
         note_record(self.env, name)
         known = {"record": name} if gpus(name) else {}
@@ -61,11 +58,20 @@ class Provenance(SphinxRole):
     def run(self) -> tuple[list[nodes.Node], list]:
         note_record(self.env, self.text)
         if not gpus(self.text):
+            if not is_declared(self.text):
+                return _refused(self, f"provenance: no benchmark is called {self.text}")
             return [nodes.Text(f"{NOT_YET.capitalize()}.")], []
         found = report(self.text)
         origin = "measured on {gpu}, {date}, commit {commit}".format_map(found.record)
         told = nodes.Text(f": {'; '.join(found.status() if found.outdated else [origin])}.")
         return [nodes.Text("Record "), _reference(self.env.current_document.docname, self.text), told], []
+
+
+def _refused(role: SphinxRole, why: str) -> tuple[list[nodes.Node], list]:
+    # Read again next time, so that the build keeps failing until it is mended.
+    role.env.note_reread()
+    message = role.inliner.reporter.error(why, line=role.lineno)
+    return [role.inliner.problematic(role.rawtext, role.rawtext, message)], [message]
 
 
 class MeasuredTable(SphinxDirective):
