@@ -35,7 +35,7 @@ html: $(or $(INSTALLED),check-site)  ## Execute the pages that changed and build
 html-fast: $(or $(INSTALLED),check-site)  ## Build the site without executing pages; with PAGE=..., execute that one
 	$(DRAFT) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) docs build/html
 
-page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
+page: $(if $(wildcard examples/$(PAGE).py),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
 
 serve: $(or $(INSTALLED),check-serve)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
 	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) -A live=1 $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE)) \
