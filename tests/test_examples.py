@@ -478,6 +478,7 @@ def build(tmp_path):
         (tmp_path / "examples").mkdir()
         # A copy, because the extension looks for pages and sources around itself.
         shutil.copy(gallery.__file__, tmp_path / "docs" / "_ext")
+        shutil.copy(gallery.REFERENCES, tmp_path / "docs")
         (tmp_path / "src").symlink_to(gallery.SRC)
         (tmp_path / "conf.py").write_text(SETTINGS)
         (tmp_path / "docs" / "index.rst").write_text("Site\n====\n\n.. toctree::\n\n   tutorials/index\n")
@@ -494,10 +495,12 @@ def build(tmp_path):
     ("lines", "message"),
     [
         ("# quote: triton_gallery.softmax.nope", "examples/02-other.py:17: quote: triton_gallery/softmax.py has no"),
+        ("# It is :measured:`unknown: torch at 1`.", "examples/02-other.py:17: measured: 'unknown: torch at 1'"),
+        ("# - :cite:`nobody2000`: no.", "examples/02-other.py:17: cite: docs/refs.bib has no entry 'nobody2000'"),
         ("assert 1 + 1 == 3, 'arithmetic'", "AssertionError: arithmetic"),
         ("assert 1 + 1 == 2", "examples/02-other.py: the page executed nothing that shows"),
     ],
-    ids=["quote", "assertion", "silent"],
+    ids=["quote", "number", "work", "assertion", "silent"],
 )
 def test_a_page_that_fails_ends_the_build_and_is_named(build, lines, message):
     run = build(lines)
