@@ -157,6 +157,17 @@ def _kv_tiles(
 
 
 @gluon.jit
+def _batch_and_head(head, heads_inverse, n_heads):
+    """The batch of a head, counted through all batches, and its number there: a division, in fewer instructions.
+
+    (head + 1/2) / n_heads is at least 1/2 / n_heads away from all integers, and float32 is as exact as that for all
+    numbers of heads that `supports` lets through.
+    """
+    batch = ((head.to(gl.float32) + 0.5) * heads_inverse).to(gl.int32)
+    return batch, head - batch * n_heads
+
+
+@gluon.jit
 def _copy_kv_tile(desc, batch, head, row, smem, full, empty, step):
     """Wait until the consumers have left the stage, then start the copy; its arrival trips the `full` barrier."""
     STAGES: gl.constexpr = full.shape[0]
@@ -275,6 +286,7 @@ def _fwd_consumer(
     q = parts(q_smem, CONSUMER, BLOCK_D, num_pieces(BLOCK_D))
     if CONSUMER == NUM_CONSUMERS - 1:
         named_barrier("barrier.arrive", "9")  # the first turn is consumer 0's
+    heads_inverse = 1.0 / n_heads
     entry_ptr = schedule_ptr + gl.program_id(0) * schedule_width
     entry = gl.load(entry_ptr)
     while entry >= 0:
@@ -389,7 +401,8 @@ def _fwd_consumer(
         store_wait(0)
         store_rows(parts(out_smem, CONSUMER, BLOCK_DV, OUT_PIECES), acc)
         fence_async_shared()
-        store_tile(out_desc, head // n_heads, head % n_heads, row, out_smem, CONSUMER, BLOCK_DV, OUT_PIECES)
+        batch, own_head = _batch_and_head(head, heads_inverse, n_heads)
+        store_tile(out_desc, batch, own_head, row, out_smem, CONSUMER, BLOCK_DV, OUT_PIECES)
         if OUT_IN_Q:
             store_wait(0)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
