@@ -24,7 +24,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-_TAG = re.compile(r"v?(\d+(?:\.\d+)*)((?:a|b|rc)\d+)?")
+_TAG = re.compile(r"v?(\d+(?:\.\d+)*)(?:[-.]?((?:a|b|rc)\.?\d+))?")
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
 _CANONICAL = re.compile(r'(<link rel="canonical" href="[^"]*/)stable(/[^"]*")')
 _STABLE = "stable"
@@ -93,7 +93,7 @@ def _order(version: dict) -> tuple:
     if not tag:
         return (1, version["name"] != "main", version["name"])
     numbers = tuple(-int(number) for number in tag[1].split("."))
-    letters, number = re.fullmatch(r"([a-z]*)(\d*)", tag[2] or "").groups()
+    letters, number = re.fullmatch(r"([a-z]*)\.?(\d*)", tag[2] or "").groups()
     return (0, bool(tag[2]), numbers, -ord(letters[0]) if letters else 0, -int(number or 0))
 
 

@@ -132,9 +132,9 @@ def test_the_page_for_what_is_not_found_lies_at_the_root_as_it_was_built(sites, 
 
 
 def test_order_of_versions():
-    names = ["feature", "main", "0.9.0", "v0.10.0", "v1", "1.0rc2", "1.0rc10", "1.0b1"]
+    names = ["feature", "main", "0.9.0", "v0.10.0", "v1", "1.0rc2", "1.0rc10", "1.0b1", "v1.1.0-rc.1"]
     ordered = sorted(({"name": name} for name in names), key=publish._order)
-    expected = ["v1", "v0.10.0", "0.9.0", "1.0rc10", "1.0rc2", "1.0b1", "main", "feature"]
+    expected = ["v1", "v0.10.0", "0.9.0", "v1.1.0-rc.1", "1.0rc10", "1.0rc2", "1.0b1", "main", "feature"]
     assert [version["name"] for version in ordered] == expected
 
 
