@@ -271,8 +271,8 @@ def test_there_is_a_plan_on_hopper_for_every_shape(K):
     for M, N in itertools.product((1, 16, 17, 64, 130, 700, 3001), repeat=2):
         n_parts, _ = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
         assert n_parts == 1 or K % (16 * n_parts) == 0
-        for itemsize, partial_sums, whole_lines in ((2, False, False), (2, False, True), (1, True, False)):
-            assert specialized._config(M, N, K, 1, itemsize, partial_sums, whole_lines, meta)[0] >= 1
+        for itemsize, partial_sums, whole_sectors in ((2, False, False), (2, False, True), (1, True, False)):
+            assert specialized._config(M, N, K, 1, itemsize, partial_sums, whole_sectors, meta)[0] >= 1
 
 
 def test_row_counts_share_compilations():
@@ -331,8 +331,19 @@ def test_possible_parts_fill_the_gpu_once():
 def test_copies_for_tma_hold_the_same_numbers(sizes, transposed):
     x = random(sizes[0], sizes[1] + 1, dtype=torch.float16)[:, 1:]
     x = x.t() if transposed else x
-    copy = matmul_plan._aligned(x)
+    copy = matmul_plan._aligned(x, 16)
     assert torch.equal(copy, x) and can_address(copy, 0) and not can_address(x, 0)
+
+
+@pytest.mark.parametrize("n_cols", [1, 8, 264, 1000])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_copies_for_tma_begin_with_a_sector(n_cols, transposed):
+    x = random(70, 1000, dtype=torch.float16)[:, :n_cols]
+    x = x.t() if transposed else x
+    assert matmul_plan._aligned(x, 16) is x
+    copy = matmul_plan._aligned(x, matmul_plan.SECTOR)
+    assert torch.equal(copy, x) and can_address(copy, 0) and matmul_plan.row_bytes(copy) % 32 == 0
+    assert matmul_plan._aligned(copy, matmul_plan.SECTOR) is copy
 
 
 # K that is cut into parts or not; thin, small and large; rows that TMA can address, and rows that it cannot.
@@ -356,6 +367,7 @@ ON_HOPPER = [
     (384, 2048, 4096),
     (700, 3072, 16384),
     (64, 1001, 16384),
+    (1600, 1000, 1112),
 ]
 
 
@@ -879,7 +891,7 @@ def test_every_tile_of_the_tma_kernels_matches_torch(tma, layout, monkeypatch):
 def test_every_tile_stores_rows_that_tma_cannot_address(specialized, layout, monkeypatch):
     a, b, bias = random_product(1001, 777, 520, layout)
     wide = [x.double() for x in (a, b, bias)]
-    a, b = map(matmul_plan._aligned, (a, b))
+    a, b = (matmul_plan._aligned(x, 16) for x in (a, b))
     for tile in specialized._TILES:
         monkeypatch.setattr(specialized, "_TILES", (tile,))
         out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
@@ -892,7 +904,7 @@ def test_every_tile_stores_rows_that_tma_cannot_address(specialized, layout, mon
 def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout, monkeypatch):
     a, b, bias = random_product(300, 265, 9000, layout)
     wide = [x.double() for x in (a, b, bias)]
-    a, b = map(matmul_plan._aligned, (a, b))
+    a, b = (matmul_plan._aligned(x, 16) for x in (a, b))
     monkeypatch.setattr(specialized, "_TILES", ())
     for tile in specialized._PART_TILES:
         monkeypatch.setattr(specialized, "_PART_TILES", (tile,))

@@ -6,7 +6,8 @@ Three things are decided here, from sizes, strides and alignment alone, so that 
 - Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
   tile in float32, and a second kernel adds up the parts, always in the same order.
 - TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
-  ones that do, if the product is not tiny.
+  ones that do, if the product is not tiny. Of rows that begin in the middle of a sector of 32 bytes TMA copies 128
+  bytes as five sectors, not four. In a large product b, of which tiles need more than of a, is copied for that, too.
 
 The rates below are what we measured on an H200, rounded; they only have to put the choices into the right order.
 """
@@ -28,6 +29,8 @@ _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64
 _SUM_US = 1.5  # to start a second kernel
 _MAX_PARTS = 32
+_COPY_ROWS = 1536  # so many rows of a make up for a copy of b
+SECTOR = 32  # bytes that the caches move at once
 
 
 @triton.jit(do_not_specialize=["n_parts", "n_rows"])
@@ -94,7 +97,7 @@ def sum_parts(
 
 
 # As Triton knows nothing of the strides, it gives neighbouring numbers to neighbouring threads: the best order for rows
-# that cannot be read or written 16 bytes at a time.
+# that cannot be read or written 16 bytes at a time. ALIGN tells it of those that can.
 @triton.jit(do_not_specialize=["x_row_stride", "out_row_stride"])
 def _copy_rows_kernel(
     x_ptr,  # (n_rows, n_x_cols)
@@ -107,8 +110,11 @@ def _copy_rows_kernel(
     out_row_stride,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    ALIGN: tl.constexpr,  # the columns of both and their rows' strides are multiples of it
 ):
     """Program i copies the i-th tile, row by row, to a matrix whose rows lie elsewhere, and have zeros where x ends."""
+    n_cols, n_x_cols = [n // ALIGN * ALIGN for n in (n_cols, n_x_cols)]
+    x_row_stride, out_row_stride = [n // ALIGN * ALIGN for n in (x_row_stride, out_row_stride)]
     tiles_n = tl.cdiv(n_cols, BLOCK_COLS)
     rows = tl.program_id(0) // tiles_n * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
     cols = tl.program_id(0) % tiles_n * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
@@ -120,11 +126,13 @@ def _copy_rows_kernel(
 
 def _copy_rows(x: torch.Tensor, out: torch.Tensor) -> None:
     n_rows, n_cols = out.shape[-2:]
+    vector = 16 // x.element_size()
+    sizes = n_cols, x.shape[-1], x.stride(-2), out.stride(-2)
     launch(
         _copy_rows_kernel,
         (cdiv(n_rows, 8) * cdiv(n_cols, 256),),
         x, out, n_rows, n_cols, x.shape[-1], *x.stride()[-2:], out.stride(-2),
-        BLOCK_ROWS=8, BLOCK_COLS=256, num_warps=4,
+        BLOCK_ROWS=8, BLOCK_COLS=256, ALIGN=vector if all(size % vector == 0 for size in sizes) else 1, num_warps=4,
     )  # fmt: skip
 
 
@@ -204,12 +212,17 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> 
     return min(M, N) >= 128 and n_tiles > num_multiprocessors(device) * (3 if K >= 4096 else 4) // 8
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A matrix that TMA can address: x itself, or a copy."""
-    if can_address(x, 0):
+def row_bytes(x: torch.Tensor) -> int:
+    """How far the rows of a matrix that TMA can address, or of its transpose, lie apart."""
+    return max(x.stride()[-2:]) * x.element_size()
+
+
+def _aligned(x: torch.Tensor, unit: int) -> torch.Tensor:
+    """A matrix that TMA can address and whose rows lie a multiple of so many bytes apart: x itself, or a copy."""
+    if can_address(x, 0) and row_bytes(x) % unit == 0:
         return x
     if is_transposed(x):
-        return _aligned(x.mT).mT
+        return _aligned(x.mT, unit).mT
     # Rows that begin at multiples of 128 bytes, which is more than TMA asks for.
     n_rows, n_cols = x.shape[-2:]
     step = 128 // x.element_size()
@@ -255,10 +268,14 @@ def multiply(
     wide = loads_are_wide(a) and loads_are_wide(b)
     if tma.supports(a, b, out, batch):
         if _is_large(M, N, K, n_matrices, a.device) or not wide:
+            if specialized and n_matrices == 1 and a.dtype not in FLOAT8 and M >= _COPY_ROWS:
+                b = _aligned(b, SECTOR)
             (specialized or tma).multiply(a, b, bias, out, pre, activation, reduced, batch)
             return
     elif specialized and n_matrices == 1 and a.dtype not in FLOAT8 and _copies_pay(M, N, K):
-        specialized.multiply(_aligned(a), _aligned(b), bias, out, pre, activation, reduced, ((1,), [(0,), (0,)]))
+        specialized.multiply(
+            _aligned(a, 16), _aligned(b, 16), bias, out, pre, activation, reduced, ((1,), [(0,), (0,)])
+        )
         return
     if wide:
         n_parts, config = _pointer_config(M, N, K, n_matrices, a.element_size(), a.device)

@@ -25,7 +25,7 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from .matmul import FLOAT8, is_transposed, matrices
-from .matmul_plan import memory_us, possible_parts, sum_parts, time_us
+from .matmul_plan import SECTOR, memory_us, possible_parts, row_bytes, sum_parts, time_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
 
@@ -352,13 +352,20 @@ _PART_TILES = (
     (1, 128, 1, 8, 0.78),
 )
 _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
-# Where rows do not begin with a cache line, each copy of 128 bytes takes two lines. The narrower a tile, the more it
-# copies for each multiplication: those of 128 columns lose this much more.
-_SPLIT_LINES = 0.85
+# Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
+# more it copies for each multiplication: those of 128 columns lose this much more.
+_SPLIT_SECTORS = 0.85
 
 
 def _config(
-    M: int, N: int, K: int, n_matrices: int, itemsize: int, partial_sums: bool, whole_lines: bool, device: torch.device
+    M: int,
+    N: int,
+    K: int,
+    n_matrices: int,
+    itemsize: int,
+    partial_sums: bool,
+    whole_sectors: bool,
+    device: torch.device,
 ) -> tuple[int, int, dict[str, int]]:
     """Parts of K, consumers with work, and the tile: what takes the least time."""
     least_us = memory_us(M, N, K, itemsize) if n_matrices == 1 else 0
@@ -369,8 +376,8 @@ def _config(
 
     def time(choice):
         (n_consumers, block_n, *_, rate), n_parts = choice
-        if block_n == 128 and not whole_lines:
-            rate *= _SPLIT_LINES
+        if block_n == 128 and not whole_sectors:
+            rate *= _SPLIT_SECTORS
         tile_us = n_consumers * BLOCK_M * block_n * K * itemsize / 2 / (_PER_US * rate)
         return time_us(n_tiles(choice[0]), tile_us, n_parts, M * N, device, least_us)
 
@@ -402,8 +409,8 @@ def multiply(
     (M, N), K = out.shape[-2:], a.shape[-1]
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     partial_sums = a.dtype in FLOAT8 and not reduced
-    whole_lines = all(max(x.stride()[-2:]) * x.element_size() % 128 == 0 for x in (a, b))
-    n_parts, n_consumers, config = _config(M, N, K, n_matrices, a.element_size(), partial_sums, whole_lines, a.device)
+    whole_sectors = all(row_bytes(x) % SECTOR == 0 for x in (a, b))
+    n_parts, n_consumers, config = _config(M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device)
     block_k, block_n = 128 // a.element_size(), config["BLOCK_N"]
     tiles_m, tiles_n = cdiv(M, BLOCK_M * n_consumers), cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
