@@ -1021,11 +1021,16 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 
 # %%
 # Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred multiprocessors,
-# and each walks along :math:`K` in a handful of steps. In the middle *waves* matter: when 132 multiprocessors have 144
-# tiles to compute, 120 of them wait in the second round for the other 12. At 1536³ there would be 144 tiles of 128 ×
-# 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
-# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. At 1024³ one round needs small tiles of 64 × 128, and
-# it is :measured:`matmul-fp16: triton_gallery / torch at 1024`. cuBLAS chooses among many more tiles than we do: the
+# and each walks along :math:`K` in a handful of steps. Such a product takes about seven microseconds, and one more or
+# less decides: at 512³ this sweep has us at :measured:`matmul-fp16: triton_gallery / torch at 512` torch's rate, and
+# the ladder above, measured a minute later by the same program, at
+# :measured:`matmul-ladder-fp16: triton_gallery / torch at 512`. Where that microsecond comes from we do not know.
+#
+# In the middle *waves* matter: when 132 multiprocessors have 144 tiles to compute, 120 of them wait in the second round
+# for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round
+# in which 36 multiprocessors are idle, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's.
+# At 1024³ one round needs small tiles of 64 × 128, and it is
+# :measured:`matmul-fp16: triton_gallery / torch at 1024`. cuBLAS chooses among many more tiles than we do: the
 # name of its kernel for 1536³ speaks of 192 × 96, which makes 128 tiles, and of clusters of two multiprocessors. We
 # tried both. Triton's shapes are powers of two, so 96 columns are two products, of 64 and of 32, and what the better
 # number of tiles gained, that lost again, nearly all. In a cluster, one copy brings a tile to both multiprocessors
@@ -1076,9 +1081,9 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
 # other one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at
-# 2048³. In larger products the trip that they save has to make up for what the product alone is behind, and here it
-# does not: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` of `torch.compile`, at 8192³
-# at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (Products of this size run at the limit of the GPU's
+# 2048³. In larger products the trip that they save has to make up for what the product alone is behind: at 4096³ we are
+# at :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` of the best other one, at 8192³ at
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (Products of this size run at the limit of the GPU's
 # power, and a few per cent are the run's own.) While a tile is on its way out the matrix unit waits, so each
 # instruction of the activation counts: this one squares the inverse of a root, which the GPU has an instruction for,
 # and needs no division.
