@@ -823,8 +823,9 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1
 # result needs no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
 #
 # Sizes like 3000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
-# 32 bytes that the caches move at once: 128 bytes of it are five sectors, where they could be four. A tile of 128 × 256
-# reads twice as much of :math:`B` as of :math:`A`, so with many rows of :math:`A` it pays to copy :math:`B` alone.
+# 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. A
+# tile of 128 × 256 reads twice as much of :math:`B` as of :math:`A`, so with many rows of :math:`A` it pays to copy
+# :math:`B` alone.
 #
 # The last sweep is about the epilogue. It adds a bias, which torch adds within its product, too, and applies GELU, for
 # which torch needs a second kernel.
