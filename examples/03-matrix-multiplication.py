@@ -516,9 +516,9 @@ for shape in ((4096, 4096, 4096), (4096, 4096, 512)):
 # -------------------------------------
 #
 # In the kernel above each thread computes addresses and issues copies. NVIDIA's Hopper has an engine for that, the
-# *tensor memory accelerator*. A *tensor descriptor* tells it once where a matrix lies, how large it is and which box
-# is wanted; then one instruction fetches a whole tile, and what lies past the end of the matrix arrives as zeros. No
-# address, no mask, no register for either. This is the fourth rung; it asks for strides in multiples of 16 bytes:
+# *tensor memory accelerator* (TMA). A *tensor descriptor* tells it once where a matrix lies, how large it is and which
+# box is wanted; then one instruction fetches a whole tile, and what lies past the end of the matrix arrives as zeros.
+# No address, no mask, no register for either. This is the fourth rung; it asks for strides in multiples of 16 bytes:
 
 # quote: triton_gallery.hopper.matmul._matmul_tma_kernel
 
@@ -548,9 +548,10 @@ torch.testing.assert_close(out, a @ b)
 # three others multiply and store, and barriers in shared memory tell each side when a tile has come or may go. Copies
 # then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is
 # written in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are
-# those of this page. The library takes it on Hopper for numbers of 16 or 8 bits, if the product is neither small nor
-# thin, and the kernel above where Gluon is missing. For all else the third rung is there, and for vectors the small
-# kernel from above.
+# those of this page. The library takes it on Hopper for large products of 16-bit numbers, and of float8 if :math:`B`
+# lies transposed, and for smaller ones whose rows the third rung would have to load number by number; and it takes the
+# kernel above where Gluon is missing. For all else the third rung is there, and for vectors the small kernel from
+# above.
 
 # %%
 # How close to the matrix unit's limit?
@@ -719,8 +720,8 @@ ladder
 # of the rate at 4096³, in two ways. It needs a quarter of the bytes from L2. And on Hopper it gives us another
 # instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to make do with the older `mma`. From here on
 # the matrix unit sets the pace, and rungs differ in how seldom it has to wait for them. The order of tiles gains
-# nothing as long as L2 holds whatever the order is. The larger the matrices become, the more it gains, and more than we
-# expected where the count says that memory keeps up with either order:
+# nothing as long as L2 holds all that is needed, in either order. The larger the matrices become, the more it gains,
+# and more than we expected where the count says that memory keeps up with either order:
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` at 4096³,
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³ and
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. Real programs do not walk in
@@ -822,10 +823,10 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1
 # single products of 16-bit numbers; batches of such matrices, and float8, take the third rung with narrow loads. The
 # result needs no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
 #
-# Sizes like 3000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
-# 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. A
-# tile of 128 × 256 reads twice as much of :math:`B` as of :math:`A`, so with many rows of :math:`A` it pays to copy
-# :math:`B` alone.
+# Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
+# 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. Most
+# tiles are 128 × 256 and read twice as much of :math:`B` as of :math:`A`, so from 1536 rows of :math:`A` on the library
+# copies :math:`B` alone.
 #
 # The last sweep is about the epilogue. It adds a bias, which torch adds within its product, too, and applies GELU, for
 # which torch needs a second kernel.
@@ -1003,7 +1004,7 @@ tg.codegen.inspect(tg.matmul, a, b)
 # thread's registers. With a tile of 128 × 256 on Hopper the 256 threads that multiply hold 128 sums each, half of what
 # a thread can have. (The table's number for Hopper is what all threads start with. Then those that only start copies
 # hand over most of theirs.) This is why a tile cannot grow for ever. Nothing is spilled to memory. (The column of
-# stages shows what the launch asks for; the ring of the kernel for Hopper has four.)
+# stages shows what the launch asks for; the kernel for Hopper places its stages itself, and has four.)
 #
 # Here is the same kernel line by line, for Ampere and a product of 1024³, for which tiles are 64 × 64 and a program has
 # four warps. In TTIR, `tl.dot` is one operation on whole tiles. TTGIR gives its operands a layout of their own,
@@ -1030,24 +1031,29 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # In the middle *waves* matter: when 132 multiprocessors have 144 tiles to compute, 120 of them wait in the second round
 # for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round
 # in which 36 multiprocessors are idle, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's.
-# At 1024³ one round needs small tiles of 64 × 128, and it is
-# :measured:`matmul-fp16: triton_gallery / torch at 1024`. cuBLAS chooses among many more tiles than we do: the
-# name of its kernel for 1536³ speaks of 192 × 96, which makes 128 tiles, and of clusters of two multiprocessors. We
-# tried both. Triton's shapes are powers of two, so 96 columns are two products, of 64 and of 32, and what the better
-# number of tiles gained, that lost again, nearly all. In a cluster, one copy brings a tile to both multiprocessors
-# (Gluon has that since Triton 3.9). Of the sizes that we tried, products from 6144³ on gained a little, and small ones
-# lost more. (Neither stands in a record.)
+# At 1024³ one round needs small tiles of 64 × 128. Here, too, a microsecond decides: with the same tiles we are at
+# :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at
+# :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
-# Large products are limited by the matrix unit and by the power it may draw. In float16 we are even with torch or
-# behind it from 2048³ on. Our rate over torch's is
+# cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
+# tiles, and of clusters of two multiprocessors. We tried both. Triton's shapes are powers of two, so 96 columns are two
+# products, of 64 and of 32, and that lost again nearly all that the better number of tiles had gained. With 160
+# columns, as 128 and 32, it took a twentieth less time, for one more kernel to compile. In a cluster, one copy brings a
+# tile to both multiprocessors (Gluon has that since Triton 3.9). Of the sizes that we tried, products from 6144³ on
+# gained a little, and small ones lost more. (None of this stands in a record.)
 #
-# - :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³ and
-#   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³ in float16, and at 3072³
-#   :measured:`matmul-fp16: triton_gallery / torch at 3072`
-# - :measured:`matmul-bf16: triton_gallery / torch at 4096` and
-#   :measured:`matmul-bf16: triton_gallery / torch at 8192` in bfloat16
-# - :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096` and
-#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` in float8
+# Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
+#
+# - in float16 :measured:`matmul-fp16: triton_gallery / torch at 2048` at 2048³,
+#   :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³ and
+#   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³
+# - in bfloat16 :measured:`matmul-bf16: triton_gallery / torch at 2048`,
+#   :measured:`matmul-bf16: triton_gallery / torch at 4096` and
+#   :measured:`matmul-bf16: triton_gallery / torch at 8192`
+# - in float8, up and down, :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 3072` at 3072³,
+#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096` at 4096³,
+#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 6144` at 6144³ and
+#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` at 8192³
 #
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, so that no
 # median reaches it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
@@ -1058,20 +1064,19 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # :measured:`matmul-fp32: triton_gallery / torch at 512` at 512³: there are few tiles, and cuBLAS has more ways to cut
 # them.
 #
-# The time of a thin product is that of reading its weight. Up to 64 rows we are ahead of torch or even, at
-# :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of its rate for one row and
+# The time of a thin product is that of reading its weight. Up to 256 rows we are ahead of torch or about even, at
+# :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of its rate for one row,
+# :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
 # :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic counts. One row reaches
-# :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 1` of the rate of a copy of as many bytes. From
-# two rows on there is also the sum of the parts, and it is
-# :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 2`.
+# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on there is also
+# the sum of the parts, and it is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
 #
-# With a long :math:`K` torch is ahead. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` of
-# torch's rate at the end of the sweep, and at worst at
-# :measured:`matmul-long-fp16: triton_gallery / torch at worst`. From 2048 on :math:`K` is cut: the parts go to memory
-# in float32 and come back, and up to 8192 the tiles are smaller than 128 × 128, so that fewer parts will do. What each
-# of these costs we have not measured. With :math:`K = 1024`, which is not cut, it is
-# :measured:`matmul-long-fp16: triton_gallery / torch at 1024`.
+# With a long :math:`K` torch is ahead at all points of the sweep. We are at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of its rate with :math:`K = 1024`, and at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end. From 2048 on :math:`K` is cut: the parts go
+# to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 × 128, so that fewer parts will do.
+# What each of these costs we have not measured; with :math:`K = 1024`, which is not cut, we are no closer.
 #
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
@@ -1082,8 +1087,8 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
 # other one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at
-# 2048³. In larger products the trip that they save has to make up for what the product alone is behind: at 4096³ we are
-# at :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` of the best other one, at 8192³ at
+# 2048³. In larger products the trip that they save weighs less: at 4096³ we are at
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` of the best other one, at 8192³ at
 # :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (Products of this size run at the limit of the GPU's
 # power, and a few per cent are the run's own.) While a tile is on its way out the matrix unit waits, so each
 # instruction of the activation counts: this one squares the inverse of a root, which the GPU has an instruction for,

@@ -692,8 +692,8 @@ except ValueError as error:
 #   tensor memory accelerator knows where a row of the tensor ends, and fills in zeros. The products leave them out. The
 #   scores are two products, over 64 columns and over 16, added up in the same registers, and the output has two such
 #   parts. So 80, 96, 160 and 192 columns are computed besides the powers of two, and :math:`V` may have another number
-#   of them than :math:`Q` and :math:`K`. Rows of up to 192 do not take the room of 256 either, they lie in three pieces
-#   of 64 columns.
+#   of them than :math:`Q` and :math:`K`. Nor do rows of 129 to 192 take the room of 256: they lie in three pieces of 64
+#   columns.
 # - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
 #   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
 #
@@ -728,8 +728,9 @@ for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
 # library, and with cuDNN, NVIDIA's library of kernels for deep learning, which torch can call for attention. The first
 # one is the three lines of PyTorch, with its scores in memory. The second is the small kernel, in tiles of 32 queries
 # and 32 keys. The third is the library's kernel as we launched it above, in tiles of 64 and 32, and the fourth the same
-# kernel in tiles of 128 and 64, each of them shared by eight warps. `ALIGN=8` tells the compiler that it may copy eight
-# numbers at a time. All four have to agree with torch in float16, too, on lengths that fill no tile.
+# kernel in tiles of 128 and 64, each of them shared by eight warps, with two stages in the place of three. `ALIGN=8`
+# tells the compiler that it may copy eight numbers at a time. All four have to agree with torch in float16, too, on
+# lengths that fill no tile.
 
 
 def small_attention_4d(q, k, v):
@@ -816,19 +817,21 @@ ladder
 # sequence is. That is far below the dashed line, and the three lines of PyTorch do not even get there: with 16384
 # positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
 #
-# The small kernel is slower at three of the four lengths, and faster only at 8192 positions. It saves the trips to
-# memory, and with them the memory: this is what the formula is good for by itself. But it depends on the cache in its
-# place, and the smaller the tile, the more it asks of that, and the smaller are the pieces that it hands to the matrix
-# unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at least, so tiles of 32 have to make do with an older
-# one. And what happens once for a tile of keys, the maximum, the rescaling, the wait for the next tile, happens for
-# every 32 keys. Speed comes with the tile: 64 queries are
+# The small kernel is slower than these lines, except at 8192 positions, where they fall to
+# :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048 positions on its
+# own rate hardly changes. It saves the trips to memory, and with them the memory: this is what the formula is good for
+# by itself. But it depends on the cache in its place, and the smaller the tile, the more it asks of that, and the
+# smaller are the pieces that it hands to the matrix unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at
+# least, so tiles of 32 have to make do with an older one. And what happens once for a tile of keys, the maximum, the
+# rescaling, the wait for the next tile, happens for every 32 keys. Speed comes with the tile, above all: 64 queries are
 # :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
+# (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
 # The fourth version asks the cache for half as much and waits half as often, and still it is no faster: at 16384
 # positions it runs at :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` of the third
-# one's rate. So bytes from the cache are not what the third version waits for. Larger programs have a price, too. Fewer
-# of them share a multiprocessor, eight warps instead of four meet at every tile of keys, and there is less other work
-# to turn to.
+# one's rate. So fewer bytes from the cache do not help by themselves. Larger programs have a price, too. There is room
+# for fewer stages, fewer programs share a multiprocessor, eight warps instead of four meet at every tile of keys, and
+# there is less other work to turn to.
 #
 # What remains is waiting. The warps of our kernel multiply, then take exponentials, then multiply again, and while they
 # do the one, the unit for the other has nothing to do. On Hopper the last step of the library is the division of labour
@@ -1364,8 +1367,9 @@ print(decode_report.summary())
 
 # %%
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
-# curve should be nearly flat. What bends it is the fixed cost of a tile of queries, its loads at the start and its
-# division and store at the end, which a short walk along the keys pays for more often.
+# curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
+# and its division and store at the end, which a short walk along the keys pays for more often. Towards 16384 positions
+# some of the curves fall again, cuDNN's forward, too; the cause we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count:
@@ -1379,7 +1383,9 @@ for seq_len in (512, 1024, 4096, 16384):
 # which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against cuDNN, with
 # 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a
 # mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of
-# long and short tiles pays. Short sequences with head dimension 64 are about even: at worst
+# long and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`: some per cent are the run's own.) Short
+# sequences with head dimension 64 are about even: at worst
 # :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
 # :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`. The backward passes with a mask begin with
 # the longest tiles, and are at worst at
@@ -1389,12 +1395,12 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` and at
 # :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst`.
 #
-# With head dimensions of 80, 96 and 160, whose products have two parts, the forward pass is at
+# With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 96` and
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` of cuDNN's, with 256 at
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`, and with 192 at
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 192`. From 160 on there is no room for tiles of 128
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 96`,
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` and
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 192` of cuDNN's, with 256 at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`. From 160 on there is no room for tiles of 128
 # keys, and these have 64. The backward passes with 160, 192 and 256 are at
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 160`,
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 192` and
@@ -1418,13 +1424,15 @@ for seq_len in (512, 1024, 4096, 16384):
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024` of
 # FlexAttention.
 #
-# In float32 a product of tiles is six of bfloat16. That is quicker than torch's own kernel in the forward pass, by
-# :measured:`attention-fwd-causal-fp32: triton_gallery / torch at 4096` at 4096 positions, and a little slower in the
-# backward pass, at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at 4096`. Larger tiles would be quicker
-# still, with `wgmma` in the place of `mma.sync`. But in Triton 3.6 such kernels read past their tiles for some
-# combinations of sizes, so the library leaves them out. Where :math:`V` has rows of another size than :math:`Q`, or
-# rows do not begin at multiples of 16 bytes, float32 is multiplied number by number. Head dimensions over 64 are slower
-# than torch in float32; the sweep does not show them.
+# In float32 a product of tiles is six of bfloat16. So the forward pass runs at
+# :measured:`attention-fwd-causal-fp32: triton_gallery / torch at worst` to
+# :measured:`attention-fwd-causal-fp32: triton_gallery / torch at best` of the rate of torch's own kernel, and the
+# backward pass at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at worst` to
+# :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. Larger tiles would be quicker, with `wgmma` in
+# the place of `mma.sync`. But in Triton 3.6 such kernels read past their tiles for some combinations of sizes, so the
+# library leaves them out. Where the rows of :math:`V`, filled up to a power of two, have another size than those of
+# :math:`Q`, or rows do not begin at multiples of 16 bytes, float32 is multiplied number by number. Head dimensions over
+# 64 are slower than torch in float32; the sweep does not show them.
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for
