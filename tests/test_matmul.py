@@ -1,5 +1,6 @@
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -344,6 +345,27 @@ def test_copies_for_tma_begin_with_a_sector(n_cols, transposed):
     copy = matmul_plan._aligned(x, matmul_plan.SECTOR)
     assert torch.equal(copy, x) and can_address(copy, 0) and matmul_plan.row_bytes(copy) % 32 == 0
     assert matmul_plan._aligned(copy, matmul_plan.SECTOR) is copy
+
+
+def test_a_large_product_copies_b_for_its_sectors(monkeypatch):
+    taken = []
+    stub = SimpleNamespace(multiply=lambda *arguments: taken.append(arguments))
+    monkeypatch.setattr(matmul_plan, "load", {"matmul": hopper.load("matmul"), "matmul_specialized": stub}.get)
+
+    def b_of(a, b):
+        out = torch.empty(len(a), b.shape[1], device=DEVICE)
+        matmul_plan.multiply(a, b, None, out, None, None, False, ((1,), [(0,), (0,)]))
+        return taken.pop()[1]
+
+    a, b = random(1536, 40, dtype=torch.float16), random(40, 1032, dtype=torch.float16)
+    for x in (b, b.t().contiguous().t()):
+        copy = b_of(a, x)
+        assert torch.equal(copy, x) and matmul_plan.row_bytes(copy) % 32 == 0 and copy is not x
+        assert b_of(a[:-1], x) is x  # too few rows to make up for it
+    even = random(40, 1040, dtype=torch.float16)
+    assert b_of(a, even) is even
+    a, b = random(1536, 16).to(torch.float8_e4m3fn), random(1040, 16).to(torch.float8_e4m3fn).t()
+    assert b_of(a, b) is b
 
 
 # K that is cut into parts or not; thin, small and large; rows that TMA can address, and rows that it cannot.
