@@ -62,7 +62,7 @@ test-triton: $(or $(INSTALLED),check-tests)  ## Compile every kernel with anothe
 	$(PY) -m pip install --quiet --no-deps --target build/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH=$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH) $(PY) -m pytest -n auto --dist loadgroup tests/test_compilation.py
 
-evidence: $(INSTALLED) check-gpu  ## Test on a GPU, with compute-sanitizer too, and rewrite what *How we test* shows
+evidence: $(INSTALLED) check-gpu  ## Test on a GPU, with compute-sanitizer too, and write the tables to tests/records
 	-$(PY) -m pytest -n auto --dist loadgroup -m "not slow" --ignore tests/site --junitxml=build/evidence/tests.xml
 	-$(PY) -m pytest -n auto --dist loadgroup -m slow --ignore tests/site --junitxml=build/evidence/fuzz.xml
 	-for tool in memcheck racecheck initcheck synccheck; do \
@@ -76,8 +76,7 @@ lint: $(INSTALLED)  ## Check style, and the generated pages for names that nothi
 	$(PY) docs/_ext/gallery.py --all build/lint --keep-references
 	$(PY) -m ruff check --select F401,F821,F823 build/lint
 	$(if $(VENV),$(VENV)/bin/)zizmor --offline --quiet .github
-	$(PY) -m sphinxlint --max-line-length 120 -i docs/_generated -i docs/getting-started/tutorials -i docs/python-api/generated \
-	  docs examples README.md
+	$(PY) -m sphinxlint -i docs/_generated -i docs/getting-started/tutorials -i docs/python-api/generated docs examples README.md
 
 bench: $(INSTALLED) check-gpu  ## Measure on a GPU into build/records; PAGE=... measures one page
 	$(call measure,build/records)

@@ -487,7 +487,7 @@ print(report.summary())
 # rate with 2²⁸ elements. (A sum reads two tensors and writes one, which suits this memory slightly better than a copy
 # does, hence values above 100 %.) With 4096 elements the start of a kernel decides, some microseconds in which the GPU
 # has nothing of ours to do, and we reach
-# :measured:`vector-add-fp32: triton_gallery / torch at 4096` of torch's rate.
+# :measured:`vector-add-fp32: triton_gallery / torch at 4096` torch's rate.
 
 # %%
 # Break it: forget the mask

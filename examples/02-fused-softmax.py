@@ -589,7 +589,7 @@ ladder
 # Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
 # of a copy's rate at the right end, half of what eight trips leave; we have not looked into why. And at 4096 columns
 # the naive curve and the safe one do meet; at 16384 the naive kernel reaches :measured:`softmax-ladder-fp16: naive, row
-# in registers / safe, row in registers at 16384` of the other's rate, although it takes no maximum. But it takes
+# in registers / safe, row in registers at 16384` the other's rate, although it takes no maximum. But it takes
 # `tl.exp`, which in machine code is three instructions more for each number than the `_exp` of a 16-bit result, and it
 # divides each number by the sum, which is two more than the product by a reciprocal that is taken once in a row. Of
 # programs of 128 threads with so many registers each, a multiprocessor has room for few, and there is little for the
@@ -597,7 +597,7 @@ ladder
 #
 # And short rows do stay in the L2 cache for their second walk, but the online kernel does not gain from it what we
 # expected: at 4096 columns it reaches
-# :measured:`softmax-ladder-fp16: online, two walks / safe, row in registers at 4096` of the safe kernel's rate. The
+# :measured:`softmax-ladder-fp16: online, two walks / safe, row in registers at 4096` the safe kernel's rate. The
 # second walk cannot begin before the first has ended, and costs a wait of its own.
 
 # %%
@@ -688,7 +688,7 @@ report_across
 
 # %%
 # At 21 columns, as many as a well-known set of photographs has classes, we reach
-# :measured:`softmax-across-fp16: triton_gallery / torch at 21×786432` of torch's rate, and at 65536 columns
+# :measured:`softmax-across-fp16: triton_gallery / torch at 21×786432` torch's rate, and at 65536 columns
 # :measured:`softmax-across-fp16: triton_gallery / torch at 65536×256`, as torch is left with
 # :measured:`softmax-across-fp16: torch at 65536×256` there. That is no measure of us. A copy of as many bytes is: with
 # 8, 21 and 64 columns we stay close to it, at
@@ -702,7 +702,7 @@ report_across
 # measures, rows across memory is the one that we serve worst.
 #
 # `torch.compile` is the one to beat here. The shapes of tiles are what does it: with tiles of 8 rows, half of what is
-# read would be for nothing. We run at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` of
+# read would be for nothing. We run at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384`
 # its rate there, at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns, and
 # in parts at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
 # :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`.
@@ -876,7 +876,7 @@ report_long
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 1×16777216` of such a copy's rate. torch gives
 # a row to what Triton would call one program and is left with :measured:`softmax-long-fp16: torch at 1×16777216`.
 # `torch.compile` cuts the row as well, and we run at
-# :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` of its rate.
+# :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` its rate.
 
 # %%
 # What the compiler made of it
@@ -944,7 +944,7 @@ for each in (report, report_across, report_short, report_long):
 # anything was measured.
 #
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 8192`
-# of the rate of a copy of as many bytes and :measured:`softmax-fp16: triton_gallery / peers at 8192` of the best other
+# of the rate of a copy of as many bytes and :measured:`softmax-fp16: triton_gallery / peers at 8192` the best other
 # one, and at 65536 :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 65536` and
 # :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 16 parts. With 131072 columns, in
 # 32 parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and

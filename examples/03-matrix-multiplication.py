@@ -717,7 +717,7 @@ ladder
 # %%
 # The walk along :math:`K` lets the ladder reach every size, because what a program needs on the chip no longer grows
 # with :math:`K`. Speed comes with the large tile, :measured:`matmul-ladder-fp16: large tiles / a walk along K at 4096`
-# of the rate at 4096³, in two ways. It needs a quarter of the bytes from L2. And on Hopper it gives us another
+# the rate at 4096³, in two ways. It needs a quarter of the bytes from L2. And on Hopper it gives us another
 # instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to make do with the older `mma`. From here on
 # the matrix unit sets the pace, and rungs differ in how seldom it has to wait for them. The order of tiles gains
 # nothing as long as L2 holds all that is needed, in either order. The larger the matrices become, the more it gains,
@@ -1059,13 +1059,13 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # median reaches it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
-# triton_gallery / torch at 4096` of torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery /
+# triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery /
 # torch at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. Below 768³ we are slower, at
 # :measured:`matmul-fp32: triton_gallery / torch at 512` at 512³: there are few tiles, and cuBLAS has more ways to cut
 # them.
 #
 # The time of a thin product is that of reading its weight. Up to 256 rows we are ahead of torch or about even, at
-# :measured:`matmul-thin-fp16: triton_gallery / torch at 1` of its rate for one row,
+# :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
 # :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic counts. One row reaches
@@ -1073,7 +1073,7 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # the sum of the parts, and it is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
 #
 # With a long :math:`K` torch is ahead at all points of the sweep. We are at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of its rate with :math:`K = 1024`, and at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 1024` its rate with :math:`K = 1024`, and at
 # :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end. From 2048 on :math:`K` is cut: the parts go
 # to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 × 128, so that fewer parts will do.
 # What each of these costs we have not measured; with :math:`K = 1024`, which is not cut, we are no closer.
@@ -1085,10 +1085,10 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # it is ahead: we reach :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` at 4095³ and
 # :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 8191` at 8191³.
 #
-# A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` of the best
+# A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best
 # other one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at
 # 2048³. In larger products the trip that they save weighs less: at 4096³ we are at
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` of the best other one, at 8192³ at
+# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` the best other one, at 8192³ at
 # :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (Products of this size run at the limit of the GPU's
 # power, and a few per cent are the run's own.) While a tile is on its way out the matrix unit waits, so each
 # instruction of the activation counts: this one squares the inverse of a root, which the GPU has an instruction for,

@@ -532,7 +532,7 @@ report_both
 # %%
 # At the left end starting two kernels takes several times as long as moving the bytes. At the right end only bytes and
 # instructions count, as in the forward pass: :measured:`dropout-fwd-bwd-fp16: triton_gallery / limit at 268435456` of a
-# copy's rate, and :measured:`dropout-fwd-bwd-fp16: triton_gallery / peers at 268435456` of the best other's, torch's.
+# copy's rate, and :measured:`dropout-fwd-bwd-fp16: triton_gallery / peers at 268435456` the best other's, torch's.
 # Its mask explains a part of that: it reaches :measured:`dropout-fwd-bwd-fp16: torch / limit at 268435456` where the
 # bytes of a mask leave 80 %. `torch.compile` moves as many bytes as torch. Like the third version of ours, it draws a
 # number of its own for each element.
@@ -588,7 +588,7 @@ for each in (report_fp32, report_fp16, report_both):
 # :measured:`dropout-fp16: torch / limit at 268435456` of a copy, where the mask would leave eight ninths and four
 # fifths.) The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32, and drawing
 # one number per call instead of eight would make this kernel compute-bound. With 65536 elements the launch is all there
-# is to see, and we run at :measured:`dropout-fp32: triton_gallery / torch at 65536` of torch's rate; with 2²⁸ we reach
+# is to see, and we run at :measured:`dropout-fp32: triton_gallery / torch at 65536` torch's rate; with 2²⁸ we reach
 # :measured:`dropout-fp32: triton_gallery / torch at 268435456` of it in float32 and
 # :measured:`dropout-fp16: triton_gallery / torch at 268435456` in float16. In float32 that is
 # :measured:`dropout-fp32: triton_gallery / limit at 268435456` of a copy, in float16

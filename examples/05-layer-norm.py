@@ -753,7 +753,7 @@ long_report
 # programs wait for the last of them in each row.
 #
 # To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns we only draw
-# level: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` of its rate. Further right
+# level: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` its rate. Further right
 # it does cost one: from 49152 columns on its curve is below two thirds of a copy, although the cache should hold the
 # rows under way up to 65536. Why, we have not found out.
 
@@ -950,7 +950,7 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
 #
 # The strongest forward pass beside ours is that of `torch.compile` at lengths such as 14336, where ours runs at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` of its rate. `torch.compile` makes a kernel
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` its rate. `torch.compile` makes a kernel
 # for each length, and finds out that seven blocks of 2048 fill this one: its loops need no mask. Where no such block
 # fits, at 13824 columns, say, ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`. At
 # 1024 columns, where a few microseconds are all there is, it is

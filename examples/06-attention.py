@@ -828,7 +828,7 @@ ladder
 # (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
 # The fourth version asks the cache for half as much and waits half as often, and still it is no faster: at 16384
-# positions it runs at :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` of the third
+# positions it runs at :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` the third
 # one's rate. So fewer bytes from the cache do not help by themselves. Larger programs have a price, too. There is room
 # for fewer stages, fewer programs share a multiprocessor, eight warps instead of four meet at every tile of keys, and
 # there is less other work to turn to.
@@ -1309,8 +1309,8 @@ decode_report
 # last shape has 512 heads that share nothing. It takes no splits, and with
 # :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` it is the nearest to a copy.
 #
-# With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096` of
-# cuDNN. With 32 heads of keys we are about even, at
+# With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096`
+# cuDNN's rate. With 32 heads of keys we are about even, at
 # :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768` with one sequence and at
 # :measured:`attention-decode-fp16: triton_gallery / cuDNN at 16×32×4096` with sixteen. At the other shapes cuDNN is
 # ahead, by the most with 64 sequences of 2048 positions and shared heads: there we run at
@@ -1399,7 +1399,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 96`,
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 160` and
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 192` of cuDNN's, with 256 at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 192` cuDNN's, with 256 at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 256`. From 160 on there is no room for tiles of 128
 # keys, and these have 64. The backward passes with 160, 192 and 256 are at
 # :measured:`attention-bwd-head-dims-fp16: triton_gallery / cuDNN at 160`,
@@ -1408,7 +1408,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # in memory.
 #
 # Latent attention has room for 128 keys. With 4096 positions its forward pass runs at
-# :measured:`attention-fwd-latent-fp16: triton_gallery / cuDNN at 4096` of cuDNN's. Its backward pass runs at
+# :measured:`attention-fwd-latent-fp16: triton_gallery / cuDNN at 4096` cuDNN's. Its backward pass runs at
 # :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at 4096`, at worst at
 # :measured:`attention-bwd-latent-fp16: triton_gallery / cuDNN at worst`. cuDNN's is much quicker there than with 192
 # numbers throughout, and ours is not.
@@ -1421,12 +1421,12 @@ for seq_len in (512, 1024, 4096, 16384):
 # in its default mode. The default stays what it is in torch: as fast as we can, with last bits of :math:`dQ` that may
 # vary. (The summary below has the ratios of this default to all others, also to the deterministic ones.)
 #
-# With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024` of
-# FlexAttention.
+# With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
+# FlexAttention's rate.
 #
 # In float32 a product of tiles is six of bfloat16. So the forward pass runs at
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at worst` to
-# :measured:`attention-fwd-causal-fp32: triton_gallery / torch at best` of the rate of torch's own kernel, and the
+# :measured:`attention-fwd-causal-fp32: triton_gallery / torch at best` the rate of torch's own kernel, and the
 # backward pass at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at worst` to
 # :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. Larger tiles would be quicker, with `wgmma` in
 # the place of `mma.sync`. But in Triton 3.6 such kernels read past their tiles for some combinations of sizes, so the

@@ -1075,7 +1075,7 @@ def attention(
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not supported, or dtypes that differ.
         ValueError: shapes that do not fit together, a head_dim over 256, a scale that is not finite, a negative window,
-            an unknown alignment, or tensors on different devices.
+            an unknown alignment, or tensors on different devices or where no kernel can run.
         NotImplementedError: forward-mode differentiation reaches an argument, or a gradient is differentiated again.
 
     Notes:
@@ -1086,7 +1086,7 @@ def attention(
         keep (see below). To it come splits, where up to 64 queries (16 in
         float32) share 512 keys or more and heads are few or shared, as in decoding: several programs share the keys,
         and each needs room for a float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16
-        bytes are copied on GPUs with TMA, and so may the output and the gradients be.
+        bytes are copied on Hopper, and so may the output and the gradients be.
 
         On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so does their
         backward pass where the larger head_dim is more than 16. With rows of up to 128 numbers it keeps the gradient of

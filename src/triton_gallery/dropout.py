@@ -281,7 +281,8 @@ def dropout(
 
     Raises:
         TypeError: x is no floating-point tensor, or p, training or seed has another type.
-        ValueError: p is outside [0, 1] or NaN, or the seed exceeds 64 bits or is on another device than x.
+        ValueError: p is outside [0, 1] or NaN; the seed exceeds 64 bits, does not hold one element, or is on another
+            device than x; or x lives where no kernel can run.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:

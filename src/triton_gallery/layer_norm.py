@@ -1048,7 +1048,8 @@ def layer_norm(
 
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
-        ValueError: shapes or devices do not match, or eps is NaN.
+        ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, or x lives where no kernel can
+            run.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
@@ -1101,7 +1102,8 @@ def rms_norm(
 
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
-        ValueError: shapes or devices do not match, or eps is NaN.
+        ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, or x lives where no kernel can
+            run.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:

@@ -1019,8 +1019,8 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 
     Returns:
-        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise, which
-        :class:`torch.autocast` on a GPU makes float32 where it has 16 bits, as torch's.
+        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise (float32 for 16-bit x
+        under GPU autocast, as in torch).
 
     Raises:
         TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.
@@ -1063,8 +1063,8 @@ def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = N
         dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 
     Returns:
-        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise, which
-        :class:`torch.autocast` on a GPU makes float32 where it has 16 bits, as torch's.
+        A contiguous tensor of x's shape, in `dtype` where it is given and in x's dtype otherwise (float32 for 16-bit x
+        under GPU autocast, as in torch).
 
     Raises:
         TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.

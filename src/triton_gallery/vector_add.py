@@ -191,7 +191,8 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
     Raises:
         TypeError: x is no tensor, y neither tensor nor number, a dtype is not supported, or alpha is no number, or one
             that the result's dtype does not take.
-        ValueError: the shapes do not broadcast, the tensors live on different devices, or an int exceeds 64 bits.
+        ValueError: the shapes do not broadcast, the tensors live on different devices or where no kernel can run, or an
+            int exceeds 64 bits.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
