@@ -447,8 +447,8 @@ tg.benchmark.roofline(report, {f"$2^{{{n}}}$ elements": (1 / 12, rates[2**n] / 1
 # ----------------------------
 #
 # We can ask for the machine code without having the GPU. The next line compiles what a call of `tg.add` would launch
-# for four GPUs: NVIDIA's A100 (`sm_80`), H100 and H200 (`sm_90`) and B200 (`sm_100`), and AMD's MI300 (`gfx942`). A
-# tensor on the `meta` device has a shape and no data.
+# for four kinds of GPU: NVIDIA's A100 (`sm_80`), H100 and H200 (`sm_90`) and B200 (`sm_100`), and AMD's MI300
+# (`gfx942`). A tensor on the `meta` device has a shape and no data.
 
 x = torch.empty(2**20, device="meta")
 tg.codegen.inspect(tg.add, x, x)

@@ -355,12 +355,14 @@ plt.show()
 # - `eviction_policy` is a wish to the L2 cache, which all programs share: keep this, we come back for it, and later:
 #   drop this first. Where rows are aligned, the compiler makes asynchronous copies of these loads: copies to shared
 #   memory, which nobody waits for until the numbers are needed. There Triton 3.6 and 3.7 drop the wish. What helps in
-#   any case is that few rows are under way: as long as all of them fit into the cache, the second walk costs little,
-#   and memory sees two trips again. That is why the library starts one or two programs for each multiprocessor, and
+#   any case is that few rows are under way: as long as all of them fit into the cache, the second walk costs a wait but
+#   no trip, and memory sees two again. That is why the library starts one or two programs for each multiprocessor, and
 #   lets them loop: with more rows at once, each would push the others out.
 # - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
 #   that memory need not wait for arithmetic.
 # - `row` is a 64-bit number, and so are the products with it.
+# - `cache_modifier=".cs"` says of the result that nobody reads it soon, so that it need not take the place of rows in
+#   the caches.
 #
 # This walk is the heart of flash attention: page six carries a third running value along, the output itself.
 
@@ -386,8 +388,8 @@ plt.show()
 # the 128 bytes that a cache keeps together, and leaves out what belongs to the row before. So all its copies are 16
 # bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not three and parts of two. Its stores
 # are 16 bytes wide, too, but for both ends of a row. Where the library takes `tl` for odd rows, it does much the same
-# with more than 1024 numbers of 16 bits, and from 192 on where there are 6 MiB of them; page five explains how. Others
-# are loaded number by number.
+# with more than 1024 and up to 5113 numbers of 16 bits, and from 192 on where there are 6 MiB of them; page five
+# explains how. Others are loaded number by number.
 #
 # Such a row of odd length and up to 40 KiB has a program to itself, and a multiprocessor room for at least five. Longer
 # rows, of any length, are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
@@ -584,7 +586,7 @@ ladder
 # Blocks without idle lanes are worth little at 5120 columns, :measured:`softmax-ladder-fp16: safe, in blocks / safe,
 # row in registers at 5120`: there are registers for the idle ones, too. At 12288 it is :measured:`softmax-ladder-fp16:
 # safe, in blocks / safe, row in registers at 12288`. At 32768 they have too few threads: with 128 of them this rung
-# spills, where the library takes more warps.
+# spills. The library has gone over to the kernel with the chunks there, on Hopper, and takes 16 warps on other GPUs.
 #
 # Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
 # of a copy's rate at the right end, half of what eight trips leave; we have not looked into why. And at 4096 columns
@@ -702,9 +704,10 @@ report_across
 # measures, rows across memory is the one that we serve worst.
 #
 # `torch.compile` is the one to beat here. The shapes of tiles are what does it: with tiles of 8 rows, half of what is
-# read would be for nothing. We run at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384`
-# its rate there, at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432` with 21 columns, and
-# in parts at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
+# read would be for nothing. At 1024 columns we run at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` its rate, with 21 at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432`, and in parts at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
 # :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`.
 
 # %%
@@ -817,10 +820,11 @@ report_short
 #
 # The library takes this second way for two rows or more, of more than 40 KiB (128 KiB of float32), if all of them
 # together have 4 MiB or more, and if the GPU has room for a whole row. With four parts of 16 KiB on each of 132
-# multiprocessors, that ends a little beyond 8 MiB. The first way is for what is left where rows are few: a single one,
-# less together, longer ones, float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance
-# from a row's end to the next row is no such multiple, other GPUs, and the gradient; and for rows across memory of more
-# than 2048 columns. Where many rows are left, they take the online kernel.
+# multiprocessors, that ends a little beyond 8 MiB. The first way is for what is left where rows are few and have 128
+# KiB or more (beyond 32 rows, more than that): a single one, less together, longer ones, float64, a matrix that does
+# not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next row is no such multiple,
+# other GPUs, and the gradient; and for rows across memory of more than 2048 columns. All others take the online kernel,
+# or stay in registers.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.
@@ -866,10 +870,10 @@ report_long
 # The first four shapes go the second way, with 32 to 128 parts in a row. The first reaches
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 512×131072` of the rate of a copy of as many
 # bytes, the third :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 64×1048576`. What keeps them
-# from all of it is the launch that empties the mailboxes, the beginning, when nothing can be written yet, and the last
-# round, in which few places have a row: in the first shape 49 rows are under way at a time, and 512 take ten rounds and
-# a half. The fourth shape is over after two rounds, and reaches
-# :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 32×262144`.
+# from all of it is the launch that empties the mailboxes, and the beginning, when nothing can be written yet. A last
+# round in which places are empty costs little: in the first shape 49 rows are under way at a time, and 512 take ten
+# rounds and a half, while the second and the third have full rounds alone. The fourth shape is over after two rounds,
+# and reaches :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 32×262144`.
 #
 # The last shape, one row of 32 MiB, has more parts than there are places, and goes the first way: two launches, and two
 # readings of which the L2 cache may answer the second. It reaches

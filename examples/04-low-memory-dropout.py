@@ -53,8 +53,8 @@ for dtype in (torch.float32, torch.float16):
     print(f"{dtype}: {2 * s} bytes per element and pass without a mask, {2 * s + 1} with: {(2 * s + 1) / (2 * s):.3f}×")
 
 # %%
-# In torch this takes four lines. Each of them is a kernel that reads tensors from memory and writes one back. The
-# comments count the bytes for each element.
+# In torch this takes four lines. Each of them is a kernel that writes a tensor to memory, and all but the first read
+# what the ones before have written. The comments count the bytes for each element.
 
 
 def dropout_in_steps(x, p):
@@ -222,7 +222,8 @@ def my_dropout(x, p, seed):
 # - `tl.where(keep, ..., 0.0)` selects. Multiplying by 0 or 1 instead would turn a dropped infinity into NaN.
 # - `seed` is an ordinary argument. Were it a `tl.constexpr`, each new seed would compile a new kernel, and without
 #   `do_not_specialize` the seeds 1 and 16 would, too. `seed_ptr` is for seeds that only the GPU knows, because an
-#   earlier kernel made them: the CPU never waits, and a CUDA graph draws a new mask at each replay. It is None here,
+#   earlier kernel made them: the CPU never waits, and a CUDA graph, launches that are recorded once and started again
+#   as a whole, draws a new mask each time. It is None here,
 #   and the compiler removes the branch.
 # - `block_start` is a 64-bit number, and `tl.randint4x` spreads it over two words of the counter. With 32 bits the
 #   mask would start again after :math:`2^{35}` elements.
@@ -485,8 +486,8 @@ report_fp16
 # A mask is written once and read once, and the forward pass shows only half of that. In a training step dropout reads
 # :math:`x` and writes :math:`\text{out}`, and later reads the incoming gradient and writes the outgoing one:
 # :math:`4s` bytes for each element, which we count for everyone. This time all providers have to remember what they
-# dropped. What torch has to keep between the passes is a mask, a byte for each element, and so has `torch.compile`. We
-# keep a seed of eight bytes in all, and pay for it by running the generator in both passes.
+# dropped. Between the passes torch has to keep a mask, a byte for each element, and so does `torch.compile`. We keep a
+# seed of eight bytes in all, and pay for it by running the generator in both passes.
 
 s = 2
 for name, n_bytes in {"with a seed": 4 * s, "with a mask": 4 * s + 2}.items():
@@ -583,13 +584,13 @@ for each in (report_fp32, report_fp16, report_both):
     print(each.summary())
 
 # %%
-# In float32 a mask is one byte in nine, in float16 one in five, so storing none pays more the narrower the type is. (It
-# is not all that torch lacks: its kernel is at :measured:`dropout-fp32: torch / limit at 268435456` and
+# In float32 a mask is one byte in nine, in float16 one in five, so storing none pays more the narrower the type is.
+# (The mask is not all that holds torch back: its kernel is at :measured:`dropout-fp32: torch / limit at 268435456` and
 # :measured:`dropout-fp16: torch / limit at 268435456` of a copy, where the mask would leave eight ninths and four
 # fifths.) The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32, and drawing
 # one number per call instead of eight would make this kernel compute-bound. With 65536 elements the launch is all there
 # is to see, and we run at :measured:`dropout-fp32: triton_gallery / torch at 65536` torch's rate; with 2²⁸ we reach
-# :measured:`dropout-fp32: triton_gallery / torch at 268435456` of it in float32 and
+# :measured:`dropout-fp32: triton_gallery / torch at 268435456` in float32 and
 # :measured:`dropout-fp16: triton_gallery / torch at 268435456` in float16. In float32 that is
 # :measured:`dropout-fp32: triton_gallery / limit at 268435456` of a copy, in float16
 # :measured:`dropout-fp16: triton_gallery / limit at 268435456`.

@@ -207,11 +207,11 @@ torch.testing.assert_close(y, expected)
 # - Atomic additions. They are made in whatever order the programs happen to run, floating-point addition depends on
 #   the order, and so two runs differ in their last bits.
 # - A lock. Some tens of buffers of :math:`N` numbers each stand ready, and row :math:`i` adds to buffer :math:`i`
-#   modulo their number. Before it does, it waits in a loop until `tl.atomic_cas(lock, 0, 1)` returns 0; it loads, adds,
-#   stores and sets the lock back to 0. That takes one program per row and few registers. But programs queue up, the
-#   order of the queue decides the last bits, and without a barrier before the release some threads are still storing
-#   when the next program loads: wrong sums that look right. The interpreter, in which programs never meet, cannot show
-#   it.
+#   modulo their number. `tl.atomic_cas(lock, 0, 1)` returns what the lock holds, and writes 1 where that is 0. So a
+#   program calls it until it returns 0; then it loads, adds, stores and sets the lock back to 0. That takes one program
+#   per row and few registers. But programs queue up, the order of the queue decides the last bits, and without a
+#   barrier before the release some threads are still storing when the next program loads: wrong sums that look right.
+#   The interpreter, in which programs never meet, cannot show it.
 # - Partial sums. A program adds up its own rows and writes the result as one row of a small matrix. When all are done,
 #   a second kernel adds the rows of that matrix, in an order that never changes.
 #
@@ -378,9 +378,9 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 # Blocks are powers of two and rows are not. A row of 8704 elements would take a block of 16384 and leave nearly half
 # of its registers empty, while a program with fewer registers has room for a neighbour on its multiprocessor, and two
 # programs have more loads under way than one. So the package holds a row of more than 1024 elements in several blocks,
-# here five of 2048, of which only the last has empty lanes (`_layer_norm_fwd_blocks_kernel`). It keeps them as they
-# came from memory and widens them anew for the mean, for the variance and for the result: a conversion costs an
-# instruction, of which there are plenty, and two float16 numbers share a register, of which there are not.
+# here five of 2048, of which only the last has empty lanes (`_layer_norm_fwd_blocks_kernel`). Its text keeps them as
+# they came from memory and widens them for the mean, for the variance and for the result. The compiler sees three times
+# the same conversion and makes it once, so that float32 numbers wait in the registers.
 #
 # A row of a million elements does not fit into the registers of one program. Then, unless several programs share it (a
 # section below says how), the statistics have to be collected on the way, as in the two loops above, but without their
@@ -459,9 +459,11 @@ ladder
 # at 2048 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at 8192` at 8192, and about
 # two thirds only at 12288, :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at 12288`. A row in
 # registers reaches :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes at 8192` at 8192.
-# Each round of a loop waits for loads of its own, where a program that asks for the whole row at once waits once. At
-# 1024, 2048 and 9216 columns the loops are the faster ones all the same. There it is the tile of our third kernel that
-# decides, and not the trips.
+# Each round of a loop waits for loads of its own, where a program that asks for the whole row at once waits once. All
+# the same, the loops are the faster ones at 1024 columns,
+# :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at 1024`, and at 9216,
+# :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at 9216`. There it is the tile of our third kernel
+# that decides, and not the trips.
 #
 # From the row in registers to the library no trip is saved. What changes are the tile and its warps. A row of 1024
 # columns is little work for a program of 8 warps, so the library takes two warps and gives them two rows. A row of 9216
@@ -814,9 +816,10 @@ shapes_report
 # is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 8192×5120`. At 12288 columns, with
 # one program on each multiprocessor, it is
 # :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 4096×12288`, and at 65536, in parts,
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 2048×65536`. Against
-# the best other provider, the lowest of the five ratios is
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
+# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 2048×65536`. (In the sweep above the
+# same kernel reaches :measured:`layer-norm-bwd-fp16: triton_gallery / copy of as many bytes at 12288` with as many
+# numbers of float16. Why bfloat16 is slower we have not found out.) Against the best other provider, the lowest of the
+# five ratios is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
 #
 # Rows that begin anywhere
 # ------------------------
@@ -835,18 +838,19 @@ shapes_report
 
 # %%
 # That would do for a softmax. Layer norm has a weight, and adds up the weight's gradient: a lane must meet the same
-# columns in all rows, wherever they begin. Rows that are eight apart begin at the same place in a vector, whatever
-# their length. So the number of programs is a multiple of eight, each takes every so many-th row, as it does anyway,
-# and loads the weight once, moved to that place. The vector in which the very last row ends may reach past the end of
-# `x`; this row is loaded number by number.
+# columns in all rows, wherever they begin. Rows that are eight apart (fewer, where the length is even) begin at the
+# same place in a vector. So the number of programs is a multiple of that, each takes every so many-th row, as it does
+# anyway, and loads the weight once, moved to that place. The vector in which the very last row ends may reach past the
+# end of `x`; this row is loaded number by number.
 #
 # Parts of rows on Hopper copy only whole vectors to shared memory. What is left at the ends is loaded number by number,
 # two rows ahead, by the first threads of a program; it joins the sums when the lanes meet.
 #
 # Forward, the first way is that of 128 to 8184 numbers of 16 bits and of up to 1024 of float32. Others have less to
 # gain: they are loaded number by number, until from 24577 on they are cut into parts, and from 8193 on where there are
-# 16 MiB of them. Backward it is that of rows that stay in registers, and longer ones have parts. Here are a forward and
-# a backward pass together, over 128 MiB whatever the length.
+# 16 MiB of them. Backward it is that of rows that stay in registers, and on Hopper longer ones have parts, but for
+# those of up to 8192 float32 numbers where there are less than 32 MiB of them. Here are a forward and a backward pass
+# together, over 128 MiB whatever the length.
 
 
 @tg.benchmark.perf_report(
@@ -886,7 +890,8 @@ odd_report
 
 # %%
 # It does not make up for everything: masks, and the numbers at the ends, take time that a row of 8192 numbers does not
-# need. With 8191, of which the last vector takes a block of its own, both passes together run at
+# need. With 8191, which the forward pass loads number by number, and whose last vector takes a block of its own in the
+# backward pass, both together run at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 8191` of a copy's rate, with 777 at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 777`, and with 5001 at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 5001`. Against the best other provider, the
@@ -929,14 +934,16 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
 # With longer rows the rate should rise. Up to 10240 columns the curve of the backward pass does: a row lies in five
-# blocks or fewer, and little of them is empty. It has teeth, for it drops where a further block has just begun, as at
-# 6656 columns, and climbs as this one fills. Beyond 10240 a row and its sums no longer fit into registers. On Hopper
-# they need not (`hopper/layer_norm_backward.py`, in Gluon): `x`, `dy` and the weight wait in shared memory, from where
-# they can be read twice, and registers hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of
-# 4096 there, and lies on one multiprocessor. Longer rows, and those of 32-bit numbers, are cut into parts, as in the
-# forward pass. This time the programs of a row tell each other their shares of the two sums that each element of `dx`
-# needs. On other GPUs, and on Hopper where a row has more than 3 MiB, rows are cut into column blocks, and the row sums
-# need a pass of their own over `x` and `dy`: five trips instead of three.
+# blocks or fewer, and little of them is empty. It drops once, where a fourth block of 2048 has just begun, from
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 columns to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 6656` at 6656, and climbs as this one fills. Beyond 10240 a row and
+# its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in Gluon): `x`, `dy`
+# and the weight wait in shared memory, from where they can be read twice, and registers hold the sums alone. Up to
+# 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer rows, and those
+# of 32-bit numbers, are cut into parts, as in the forward pass. This time the programs of a row tell each other their
+# shares of the two sums that each element of `dx` needs. On other GPUs, and on Hopper where a row has more than 3 MiB,
+# rows are cut into column blocks, and the row sums need a pass of their own over `x` and `dy`: five trips instead of
+# three.
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
 #
@@ -950,11 +957,13 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
 #
 # The strongest forward pass beside ours is that of `torch.compile` at lengths such as 14336, where ours runs at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` its rate. `torch.compile` makes a kernel
-# for each length, and finds out that seven blocks of 2048 fill this one: its loops need no mask. Where no such block
-# fits, at 13824 columns, say, ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`. At
-# 1024 columns, where a few microseconds are all there is, it is
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024`.
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` its rate. `torch.compile` makes a kernel for
+# each length, and seven blocks of 2048 fill this one without a mask. That alone is not it: five fill 10240, where ours
+# runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 10240`. Where no such block fits, at 13824
+# columns, say, it is :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`. At 1024 columns it is
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024`, no more than two runs differ by: this sweep
+# has us at :measured:`layer-norm-fwd-fp16: triton_gallery at 1024` there, the ladder at
+# :measured:`layer-norm-fwd-ladder-fp16: triton_gallery at 1024`.
 #
 # A large mean breaks the short formula
 # -------------------------------------

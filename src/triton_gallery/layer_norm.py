@@ -125,7 +125,6 @@ def _layer_norm_fwd_blocks_kernel(
     lanes = tl.arange(0, BLOCK_N)
     x_row_ptr = x_ptr + row * x_row_stride
     y_row_ptr = y_ptr + row * n_cols
-    # The blocks wait as they were loaded: a 16-bit number takes half of a register.
     blocks = ()
     for k in tl.static_range(N_BLOCKS):
         cols = k * BLOCK_N + lanes
