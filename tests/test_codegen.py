@@ -370,6 +370,21 @@ def test_listing_loses_no_instruction():
     ]
 
 
+def test_inspect_finds_modules_of_the_current_folder(tmp_path):
+    (tmp_path / "mine.py").write_text("import triton_gallery\n\n\ndef twice(x):\n    return triton_gallery.add(x, x)\n")
+    code = "import torch, triton_gallery, mine; x = torch.empty(64, device='meta')"
+    code += "; print(triton_gallery.codegen.inspect(mine.twice, x, targets=['sm_80']).kernels[0].name)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.strip() == "_add_kernel", result.stderr
+
+
+def test_what_cannot_travel_to_the_compiling_process_is_refused():
+    with pytest.raises(
+        TypeError, match="inspect: function and arguments must travel to another process: cannot pickle"
+    ):
+        codegen.inspect(triton_gallery.add, meta(64), (n for n in range(3)), targets=["sm_80"])
+
+
 def test_listing_as_text_and_html():
     listing = codegen.listing(triton_gallery.add, meta(64), meta(64), stages=["ttir"])
     text, html = str(listing), listing._repr_html_()

@@ -522,6 +522,23 @@ def test_norms_of_constant_rows(norm, device, small_blocks):
         torch.testing.assert_close(result, torchs(norm, x, (n_cols,), [None], 1e-5), rtol=1e-5, atol=1e-5)
 
 
+@NORMS
+def test_eps_may_be_a_large_int(norm, device):
+    x = torch.randn(3, 8, device=device)
+    params = [None] * (2 if norm == "layer_norm" else 1)
+    torch.testing.assert_close(ours(norm, x, 8, params, 2**64), torchs(norm, x, (8,), params, 2**64))
+
+
+@NORMS
+def test_second_derivative_of_rows_without_elements(norm, device):
+    for shape, normalized in (((3, 0), (0,)), ((0, 3), (0, 3))):
+        x = torch.zeros(shape, device=device, requires_grad=True)
+        y = ours(norm, x, normalized, [None] * (2 if norm == "layer_norm" else 1), 1e-5)
+        (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        (ddx,) = torch.autograd.grad(dx.sum(), x)
+        assert ddx.shape == shape
+
+
 def test_float16_sums_do_not_overflow(device):
     x = torch.full((2, 64), 60000.0, device=device, dtype=torch.float16)
     x[:, ::2] = -60000.0

@@ -779,6 +779,35 @@ def test_autocast_gives_torchs_dtype(a_dtype, b_dtype):
     assert a.grad.dtype == a_dtype and b.grad.dtype == b_dtype
 
 
+def test_autocast_leaves_float8_and_its_bias_alone():
+    a, b, bias = (
+        random(16, 16).to(torch.float8_e4m3fn),
+        random(16, 16).to(torch.float8_e4m3fn).t(),
+        random(16).bfloat16(),
+    )
+    expected = tg.matmul(a, b, bias=bias)
+    with torch.autocast(DEVICE.type, torch.float16 if DEVICE.type != "cpu" else torch.bfloat16):
+        assert torch.equal(tg.matmul(a, b, bias=bias), expected)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"), [((0,), [(8, 3)]), ((1,), [(4, 8)]), ((0, 1), [(4, 8), (8, 3)]), ((2,), [])]
+)
+def test_matmul_keeps_what_the_gradients_need(wanted, kept):
+    leaves = [random(*shape).requires_grad_(i in wanted) for i, shape in enumerate(((4, 8), (8, 3), (3,)))]
+    shapes = []
+    for _ in range(4):  # later calls take the short way
+        shapes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(tuple(x.shape)) or x, lambda x: x):
+            out = tg.matmul(leaves[0], leaves[1], bias=leaves[2])
+        assert shapes == kept
+        out.backward(torch.ones_like(out))
+    product = torch.matmul(*leaves[:2]) + leaves[2]
+    expected = torch.autograd.grad(product.sum(), [leaves[i] for i in wanted])
+    for i, gradient in zip(wanted, expected, strict=True):
+        torch.testing.assert_close(leaves[i].grad, 4 * gradient, rtol=1e-4, atol=1e-4)
+
+
 def test_autocast_leaves_float64_alone():
     a, b = random(3, 4, dtype=torch.float64), random(4, 5, dtype=torch.float64)
     with torch.autocast(DEVICE.type, torch.bfloat16):

@@ -66,6 +66,13 @@ def _tuple_kernel(pair, BLOCK: tl.constexpr):
     tl.store(pair[1] + offsets, tl.load(pair[0] + offsets))
 
 
+@triton.jit
+def _both_kernel(x_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    both = (x, 2 * x)
+    tl.store(x_ptr + tl.arange(0, BLOCK), both[1])
+
+
 def traced_copy(device, n=27) -> tuple[Trace, torch.Tensor, torch.Tensor]:
     x, out = torch.randn(n, device=device), torch.full((n,), torch.nan, device=device)
     return tg.trace(_copy_kernel, (triton.cdiv(n, 8),), x, out, n, BLOCK=8, num_warps=1), x, out
@@ -153,6 +160,39 @@ def test_programs_outside_the_grid_are_refused(program, device):
     trace, _, _ = traced_copy(device)
     with pytest.raises(ValueError, match=r"program must lie in the grid of \(4, 1, 1\) programs, got"):
         trace.loads("x_ptr", program=program)
+
+
+@pytest.mark.parametrize(
+    ("grid", "error", "message"),
+    [
+        (("a",), TypeError, r"trace: grid must hold ints, got \('a',\)"),
+        ((4.0,), TypeError, r"trace: grid must hold ints, got \(4.0,\)"),
+        (lambda args: 4, TypeError, "trace: grid must hold ints, got 4"),
+        ((), ValueError, r"trace: grid must hold one to three numbers of programs, none negative, got \(\)"),
+        ((1, 1, 1, 1), ValueError, "trace: grid must hold one to three"),
+        ((-1,), ValueError, "trace: grid must hold one to three"),
+    ],
+    ids=["text", "float", "function", "none", "four", "negative"],
+)
+def test_grids_that_are_none_are_refused(grid, error, message, device):
+    out = torch.zeros(24, dtype=torch.int32, device=device)
+    with pytest.raises(error, match=message):
+        tg.trace(_grid_kernel, grid, out)
+
+
+def test_a_grid_of_numpys_numbers(device):
+    x, out = torch.arange(8.0, device=device), torch.empty(8, device=device)
+    trace = tg.trace(_copy_kernel, (np.int64(2),), x, out, 8, BLOCK=4)
+    assert trace.grid == (2, 1, 1) and "2 programs" in repr(trace)
+    assert torch.equal(out, x)
+
+
+def test_a_watched_tuple_is_a_tuple_of_values(device):
+    x = torch.arange(4.0, device=device)
+    trace = tg.trace(_both_kernel, (1,), x, BLOCK=4, watch="both")
+    (_, (first, second)) = trace.watched["both"][0]
+    np.testing.assert_array_equal(first, [0, 1, 2, 3])
+    np.testing.assert_array_equal(second, [0, 2, 4, 6])
 
 
 def test_atomics_are_loads_and_stores(device):

@@ -35,7 +35,7 @@ def by_line(kind: str, text: str, file: str, lines: range) -> dict[int, list[str
     for places, code in read(text):
         # The outermost place in the kernel. What has none, a closing brace or a label, stays with the line before it.
         other = lines.stop if kind == "sass" and places else at
-        at = next((n for name, n in reversed(places) if name.endswith(file) and n in lines), other)
+        at = next((n for name, n in reversed(places) if name.rpartition("/")[2] == file and n in lines), other)
         found.setdefault(at, []).append(code)
     return found
 

@@ -166,7 +166,7 @@ class Report:
         )
 
 
-def inspect(function: Callable, *args, targets: Iterable[str] = TARGETS, backward: bool = False, **kwargs) -> Report:
+def inspect(function: Callable, /, *args, targets: Iterable[str] = TARGETS, backward: bool = False, **kwargs) -> Report:
     """Compile every kernel that ``function(*args, **kwargs)`` would launch, for each target, without running any.
 
     Args:
@@ -257,6 +257,7 @@ class Listing:
 
 def listing(
     function: Callable,
+    /,
     *args,
     target: str = "sm_90",
     kernel: str | None = None,
@@ -353,7 +354,7 @@ def _pack(calls: list[tuple[Callable, tuple, dict, bool]], targets: tuple[str, .
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump((calls, targets, keep_asm, settings))
-    except (AttributeError, pickle.PicklingError) as error:
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(f"inspect: function and arguments must travel to another process: {error}") from error
     return buffer.getvalue()
 
@@ -367,7 +368,7 @@ def _compile(request: bytes, line_info: bool = False) -> list[list[list[Kernel] 
         "TRITON_DISABLE_LINE_INFO": "0" if line_info else "1",
         # A folder of its own: every entry in it was compiled with ptxas's log kept.
         "TRITON_CACHE_DIR": os.path.join(triton.knobs.cache.dir, "codegen-lines" if line_info else "codegen"),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns about a coming default where it is not set
     command = [sys.executable, "-P", "-c", "from triton_gallery import codegen; codegen._serve()"]

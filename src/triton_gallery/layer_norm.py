@@ -963,7 +963,8 @@ class _LayerNormBackward(torch.autograd.Function):
 def _gradients_in_torch(dy, x, weight, n_cols, eps, subtract_mean):
     """What `_layer_norm_bwd_kernel` computes, from x alone and differentiable."""
     compute_dtype = _compute_dtype(x)
-    rows, dy = x.reshape(-1, n_cols).to(compute_dtype), dy.reshape(-1, n_cols).to(compute_dtype)
+    shape = x.numel() // max(1, n_cols), n_cols
+    rows, dy = x.reshape(shape).to(compute_dtype), dy.reshape(shape).to(compute_dtype)
     if subtract_mean:
         rows = rows - rows.mean(1, keepdim=True)
     rstd = (rows.square().mean(1, keepdim=True) + eps).rsqrt()
@@ -1017,7 +1018,7 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
         raise ValueError(f"{op}: eps must be a number, got {eps}")
     if isinstance(eps, int) and abs(eps) > sys.float_info.max:
         raise ValueError(f"{op}: eps must fit into float64, got an int of {eps.bit_length()} bits")
-    subtract_mean = op == "layer_norm"
+    eps, subtract_mean = float(eps), op == "layer_norm"
     arguments = x, weight, bias, math.prod(x.shape[-len(normalized_shape) :]), eps, subtract_mean, out_dtype
     return apply(_LayerNorm, *arguments) if needs_autograd(x, weight, bias) else _layer_norm_fwd(*arguments)[0]
 

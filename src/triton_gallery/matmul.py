@@ -519,14 +519,17 @@ _SAVES_PRE = ("gelu", "silu")
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def constants(a, b, bias, activation, precision):
-        return {"activation": activation, "precision": precision, "bias_shape": None if bias is None else bias.shape}
+        shapes = a.shape, b.shape, None if bias is None else bias.shape
+        return {"activation": activation, "precision": precision, "shapes": shapes}
 
     @staticmethod
     def setup(ctx, inputs, output):
         a, b, *_ = inputs
         ctx.set_materialize_grads(False)
         saved = output if isinstance(output, torch.Tensor) else output[1]
-        ctx.save_for_backward(a, b, None if ctx.activation is None else saved)
+        # A factor is for the gradient of the other one: with a frozen weight, a may go.
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None, None if ctx.activation is None else saved)
 
     @staticmethod
     def backward(ctx, dout, dpre=None):
@@ -537,11 +540,11 @@ class _Matmul(torch.autograd.Function):
         da = db = dbias = None
         if dpre is not None:
             if ctx.needs_input_grad[0]:
-                da = _differentiable(dpre, b.mT, None, None, ctx.precision).sum_to_size(a.shape)
+                da = _differentiable(dpre, b.mT, None, None, ctx.precision).sum_to_size(ctx.shapes[0])
             if ctx.needs_input_grad[1]:
-                db = _differentiable(a.mT, dpre, None, None, ctx.precision).sum_to_size(b.shape)
+                db = _differentiable(a.mT, dpre, None, None, ctx.precision).sum_to_size(ctx.shapes[1])
             if ctx.needs_input_grad[2]:
-                dbias = dpre.sum_to_size(ctx.bias_shape)
+                dbias = dpre.sum_to_size(ctx.shapes[2])
         return da, db, dbias, None, None
 
 
@@ -655,7 +658,8 @@ def _checked_operands(
     if bias is not None:
         check_tensor("matmul", "bias", bias)
     check_same_device("matmul", a=a, b=b, bias=bias)
-    a, b, bias = autocast(a, b, bias)
+    if a.dtype not in _FLOAT8:
+        a, b, bias = autocast(a, b, bias)
     if a.dtype != b.dtype and not (a.dtype in _FLOAT8 and b.dtype in _FLOAT8):
         raise TypeError(
             f"matmul: b must have a's dtype, {_name(a.dtype)}, got {_name(b.dtype)}; convert one with .to()"

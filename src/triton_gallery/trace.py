@@ -9,6 +9,7 @@ beyond doubt, even if it misses the tensor, or if two arguments share their memo
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -192,15 +193,17 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         grid: programs along up to three axes, or a function of the arguments that returns them.
         args: the kernel's arguments. They are written to, as by the launch itself.
         watch: names of variables inside the kernel, or inside functions that it calls and that stand in the same
-            module, whose values are recorded whenever they change.
+            module, whose values are recorded whenever they change; those of a tuple as a tuple.
         meta: the kernel's other arguments by name. Options of the compiler, such as `num_warps`, have no effect.
 
     Returns:
         A `Trace`.
 
     Raises:
-        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, or `grid` is neither.
-        ValueError: the kernel sets no variable of a name in `watch`.
+        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, or `grid` is neither
+            or holds something else than ints.
+        ValueError: the kernel sets no variable of a name in `watch`, or `grid` has more than three axes, none, or a
+            negative number of programs.
 
     Notes:
         The interpreter runs the programs one after another, axis 2 fastest, and takes some 50 µs for every operation of
@@ -225,7 +228,13 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
     signature = inspect.signature(kernel.fn)
     bound = signature.bind(*args, **{name: value for name, value in meta.items() if name in signature.parameters})
     bound.apply_defaults()
-    grid = tuple(grid(dict(bound.arguments)) if callable(grid) else grid)
+    grid = grid(dict(bound.arguments)) if callable(grid) else grid
+    try:
+        grid = tuple(map(operator.index, grid))
+    except TypeError:
+        raise TypeError(f"trace: grid must hold ints, got {grid!r}") from None
+    if not 1 <= len(grid) <= 3 or min(grid) < 0:
+        raise ValueError(f"trace: grid must hold one to three numbers of programs, none negative, got {grid}")
     names = (watch,) if isinstance(watch, str) else tuple(watch)
     recorder = _Recorder(dict(_tensors(bound.arguments)))
     watcher = _Watcher(names, kernel.fn.__globals__)
@@ -348,9 +357,11 @@ class _Watcher:
         return functools.partial(self.stepped, names, seen)
 
 
-def _value(variable) -> np.ndarray:
+def _value(variable) -> np.ndarray | tuple:
     if isinstance(variable, tl.tensor):
         return variable.handle.data.reshape(variable.shape).copy()
+    if isinstance(variable, tuple | tl.tuple):
+        return tuple(map(_value, variable))
     return np.asarray(variable.value if isinstance(variable, tl.constexpr) else variable)
 
 
