@@ -1025,7 +1025,7 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred multiprocessors,
 # and each walks along :math:`K` in a handful of steps. Such a product takes about seven microseconds, and one more or
 # less decides: at 512³ this sweep has us at :measured:`matmul-fp16: triton_gallery / torch at 512` torch's rate, and
-# the ladder above, measured a minute later by the same program, at
+# the ladder above, measured half a minute later by the same program, at
 # :measured:`matmul-ladder-fp16: triton_gallery / torch at 512`. Where that microsecond comes from we do not know.
 #
 # In the middle *waves* matter: when 132 multiprocessors have 144 tiles to compute, 120 of them wait in the second round
@@ -1038,9 +1038,9 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of clusters of two multiprocessors. We tried both. Triton's shapes are powers of two, so 96 columns are two
 # products, of 64 and of 32, and that lost again nearly all that the better number of tiles had gained. With 160
-# columns, as 128 and 32, it took a twentieth less time, for one more kernel to compile. In a cluster, one copy brings a
-# tile to both multiprocessors (Gluon has that since Triton 3.9). Of the sizes that we tried, products from 6144³ on
-# gained a little, and small ones lost more. (None of this stands in a record.)
+# columns, as 128 and 32, it took a twentieth less time on an H100, for one more kernel to compile. In a cluster, one
+# copy brings a tile to both multiprocessors (Gluon has that since Triton 3.9). Of the sizes that we tried, products
+# from 6144³ on gained a little, and small ones lost more. (None of this stands in a record.)
 #
 # Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
 #

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import triton_gallery
 from triton_gallery import _assembly, _launch, codegen
+from triton_gallery._listing import by_line
 
 
 @triton.jit
@@ -383,6 +384,13 @@ def test_what_cannot_travel_to_the_compiling_process_is_refused():
         TypeError, match="inspect: function and arguments must travel to another process: cannot pickle"
     ):
         codegen.inspect(triton_gallery.add, meta(64), (n for n in range(3)), targets=["sm_80"])
+
+
+def test_listing_tells_files_apart_whose_names_end_alike():
+    place = '\t//## File "/somewhere/{}", line {}\n        /*{:04x}*/                   {} ;\n'
+    text = place.format("norm.py", 12, 0, "MINE") + place.format("helpers_norm.py", 13, 16, "THEIRS")
+    found = by_line("sass", text, "norm.py", range(10, 20))
+    assert found[12] == ["MINE"] and found[20] == ["THEIRS"]
 
 
 def test_listing_as_text_and_html():
