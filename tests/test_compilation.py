@@ -133,6 +133,9 @@ CASES = [
     Case("matmul", [(999, 1001), (1001, 1003)], (F32,), matrix=True, targets=("sm_90",)),
     Case("matmul", [(2048, 2048), T(2048, 2048)], (BF16, F8), matrix=True, targets=("sm_90",)),
     Case("matmul", [(2048, 2048)] * 2, (F16,), {"bias": (2048,), "activation": "gelu"}, True, ("sm_90",)),
+    # Tiles of 256 and of 128 columns that programs share.
+    Case("matmul", [(2112, 4096), (4096, 2496)], (BF16,), {"bias": (2496,), "activation": "gelu"}, True, ("sm_90",)),
+    Case("matmul", [(2432, 8192), T(8192, 2048)], (F16, F8), matrix=True, targets=("sm_90",)),
     Case("matmul", [(4095, 4097), (4097, 4099)], (BF16,), matrix=True),
     Case("matmul", [(4096, 4096), (4096,)], (F16, F32, F64)),
     Case("matmul", [(4097,), (4097, 999)], (F16,)),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import triton_gallery as tg
 from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery import hopper
-from triton_gallery._launch import collapse, is_hopper, launch
+from triton_gallery._launch import cdiv, collapse, is_hopper, launch
 from triton_gallery.hopper import matmul_plan
 from triton_gallery.hopper.matmul import can_address
 from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel, launch_tiles
@@ -257,7 +257,7 @@ def test_plans_on_hopper_are_few(N, K):
     compiled = {"pointer": set(), "specialized": set(), "parts": set()}
     for M in (*range(1, 18), *range(31, 300, 16), *range(300, 5000, 180), 8192, 9000, 16384):
         if matmul_plan._is_large(M, N, K, 1, meta):
-            n_parts, _, config = specialized._config(M, N, K, 1, 2, False, True, meta)
+            n_parts, *_, config = specialized._config(M, N, K, 1, 2, False, True, meta)
             compiled["specialized" if n_parts == 1 else "parts"].add(tuple(config.values()))
         else:
             n_parts, config = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
@@ -965,6 +965,71 @@ def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout, monkeypat
             assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)
             assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
             assert all(torch.equal(run_tma(specialized, a, b, bias, "gelu")[0], out) for _ in range(5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(("M", "N", "K"), [(700, 520, 2200), (2304, 2240, 2056)], ids=["few", "more than a round"])
+def test_every_tile_that_programs_share(specialized, M, N, K, layout, monkeypatch):
+    a, b, bias = random_product(M, N, K, layout)
+    wide = [x.double() for x in (a, b, bias)]
+    monkeypatch.setattr(specialized, "_PART_TILES", ())
+    monkeypatch.setattr(specialized, "_SHARING_US", -1e6)
+    shared = set()
+    for tile, n_sharing in itertools.product(specialized._TILES[:3], (2, 3, 4)):
+        monkeypatch.setattr(specialized, "_TILES", (tile,))
+        monkeypatch.setattr(specialized, "_MAX_SHARING", n_sharing)
+        shared.add(specialized._config(M, N, K, 1, 2, False, True, DEVICE)[1])
+        out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
+        assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)
+        assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
+        assert all(torch.equal(run_tma(specialized, a, b, bias, "gelu")[0], out) for _ in range(20))
+    assert {2, 3, 4} <= shared
+
+
+@pytest.mark.gpu
+def test_shared_tiles_on_two_streams_and_in_a_graph(specialized):
+    """Calls at the same time have sums of their own."""
+    M, N, K = 2112, 2496, 4096
+    assert specialized._config(M, N, K, 1, 2, False, True, DEVICE)[1] > 1
+    products = [random_product(M, N, K, "nn")[:2] for _ in range(2)]
+    expected = [tg.matmul(a, b) for a, b in products]
+    streams = [torch.cuda.Stream() for _ in products]
+    results = []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, (a, b) in zip(streams, products, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(tg.matmul(a, b))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(results))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [tg.matmul(a, b) for a, b in products]
+    for _ in range(5):
+        for out in outs:
+            out.zero_()
+        graph.replay()
+        assert all(map(torch.equal, outs, expected))
+
+
+def test_who_shares_a_tile_has_a_part_of_it():
+    specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
+    meta = torch.device("meta")
+    shared = 0
+    for M, N, K in itertools.product((192, 1000, 1792, 2304, 4100, 5120), (128, 2496, 2560, 5120), (600, 1032, 4096)):
+        for itemsize, partial_sums in ((2, False), (1, False), (1, True)):
+            n_parts, n_sharing, n_consumers, config = specialized._config(
+                M, N, K, 1, itemsize, partial_sums, True, meta
+            )
+            assert n_parts == 1 or n_sharing == 1
+            if n_sharing > 1:
+                shared += 1
+                n_tiles = cdiv(M, n_consumers * specialized.BLOCK_M) * cdiv(N, config["BLOCK_N"])
+                steps = cdiv(K * itemsize, 128)
+                assert n_tiles % 132 * n_sharing <= 132 and cdiv(steps, n_sharing) * (n_sharing - 1) < steps
+            assert specialized._config(M, N, K, 2, itemsize, partial_sums, True, meta)[1] == 1
+    assert shared > 10
 
 
 @pytest.mark.gpu

@@ -31,6 +31,7 @@ __all__ = [
     "async_copy_to_shared",
     "async_load",
     "async_store",
+    "barrier",
     "descriptor",
     "fence_async_shared",
     "gl",
@@ -51,6 +52,8 @@ async_copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.asy
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+# Triton 3.7 has a new name for the barrier of all threads that run a function.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _ELEMENTS = {
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,

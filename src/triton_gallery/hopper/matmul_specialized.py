@@ -4,16 +4,23 @@ What ``tl`` cannot say and this kernel does: one warp group does nothing but sta
 to three others do nothing but multiply and store (the *consumers*). They meet at barriers in shared memory, two for
 each stage of a ring of tiles: `full` trips when a copy has arrived, `empty` when all consumers have used it. The copies
 run as far ahead as the ring is long, also into the next output tile while the consumers still store this one.
+
+Tiles are computed in rounds, one for each multiprocessor. Where the last round has few, up to four programs *share*
+each of its tiles: each sums over a part of K, and the last of them adds up what the others leave in memory. It waits
+for programs with lower numbers, which start earlier and wait for nobody.
 """
+
+import functools
 
 import torch
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .._launch import cdiv, launch, num_multiprocessors, scratch
+from .._launch import cdiv, launch, num_multiprocessors, scratch, table
 from ..matmul import _activate, _grouped_tile
 from ._gluon import (
     async_load,
     async_store,
+    barrier,
     descriptor,
     fence_async_shared,
     gl,
@@ -24,6 +31,7 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .exchange import EMPTY, mailboxes
 from .matmul import FLOAT8, is_transposed, matrices
 from .matmul_plan import SECTOR, memory_us, possible_parts, row_bytes, sum_parts, time_us
 
@@ -42,8 +50,31 @@ def _tile(i, n_matrices, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
+def _num_tiles(n_tiles, n_sharing):
+    """Of how many tiles this program computes something: one in each full round, and perhaps one in the last."""
+    n_rounds = n_tiles // gl.num_programs(0)
+    n_last = n_tiles - n_rounds * gl.num_programs(0)
+    return n_rounds + (gl.program_id(0) < n_last * n_sharing).to(gl.int32)
+
+
+@gluon.jit
+def _tile_and_steps(i, n_tiles, n_sharing, steps):
+    """The i-th of them, and from which of its steps along K to which."""
+    tile = i * gl.num_programs(0) + gl.program_id(0)
+    begin = 0
+    end = steps
+    if i == n_tiles // gl.num_programs(0):
+        tile = i * gl.num_programs(0) + gl.program_id(0) // n_sharing
+        share = gl.cdiv(steps, n_sharing)
+        begin = gl.program_id(0) % n_sharing * share
+        end = gl.minimum(begin + share, steps)
+    return tile, begin, end
+
+
+@gluon.jit
 def _producer(
-    a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step, b_step, k_step,
+    a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, K, a_step,
+    b_step, k_step,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -51,11 +82,14 @@ def _producer(
     # The kernel before this one has to be done: what it writes is read here, and what it reads is written only later.
     gdc_wait()
     step = 0
-    for i in range(gl.program_id(0), n_matrices * tiles_m * tiles_n, gl.num_programs(0)):
-        batch, tile_m, tile_n = _tile(i, n_matrices, tiles_m, tiles_n, GROUP_M)
+    steps = gl.cdiv(K, BLOCK_K)
+    n_tiles = n_matrices * tiles_m * tiles_n
+    for i in range(_num_tiles(n_tiles, n_sharing)):
+        tile, begin, end = _tile_and_steps(i, n_tiles, n_sharing, steps)
+        batch, tile_m, tile_n = _tile(tile, n_matrices, tiles_m, tiles_n, GROUP_M)
         row = tile_m * (BLOCK_M * n_consumers)
         col = tile_n * BLOCK_N
-        for k in range(batch * k_step, batch * k_step + K, BLOCK_K):
+        for k in range(batch * k_step + begin * BLOCK_K, batch * k_step + end * BLOCK_K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
             if n_consumers == NUM_CONSUMERS:
@@ -116,9 +150,75 @@ def _store_part(ptr, acc, batch, row, col, M, N):
 
 
 @gluon.jit
+def _halves(x):
+    """The left and the right half of a tile's columns."""
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _in_fours(x):
+    """The numbers of a tile as a vector, of which a thread holds four neighbours, and the next thread the next four.
+
+    That is an order of the numbers for memory, in which all of them stay in the registers where they are.
+    """
+    x = gl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1] // 8, 4, 2))
+    return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), (x.numel,))
+
+
+@gluon.jit
+def _in_rows(x, ROWS: gl.constexpr):
+    """The tile that `_in_fours` made a vector."""
+    x = gl.reshape(x, (x.numel // (ROWS * 8), ROWS // 16, 8, 4, 2, 2))
+    return gl.reshape(gl.permute(x, (1, 4, 2, 0, 3, 5)), (ROWS, x.numel // ROWS))
+
+
+@gluon.jit
+def _send(sums_ptr, mail_ptr, acc, place):
+    """Leave the sums over some steps of a tile to the program that computes its last ones."""
+    left, right = _halves(acc)
+    left, right = _in_fours(left), _in_fours(right)
+    ptrs = sums_ptr + place * acc.numel + gl.arange(0, left.numel, left.type.layout)
+    gl.store(ptrs, left)
+    gl.store(ptrs + left.numel, right)
+    barrier()
+    gl.atomic_xchg(mail_ptr + place, 0, sem="release")
+
+
+@gluon.jit
+def _receive(sums_ptr, mail_ptr, left, right, place):
+    """Add what `_send` leaves at a place to the two halves of a tile, both in fours."""
+    while gl.atomic_add(mail_ptr + place, 0, sem="acquire") == EMPTY:
+        pass
+    barrier()
+    ptrs = sums_ptr + place * (2 * left.numel) + gl.arange(0, left.numel, left.type.layout)
+    left += gl.load(ptrs)
+    right += gl.load(ptrs + left.numel)
+    return left, right
+
+
+@gluon.jit
+def _finish(
+    pieces, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, smem, batch, row, col, M, N, stride_bias,
+    ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Add the bias to the pieces of a tile, apply the activation, and send them to memory."""
+    for piece in gl.static_range(len(pieces)):
+        pre = pieces[piece]
+        first = col + piece * smem.shape[2]
+        if bias_ptr is not None:
+            # One number for each thread; all of them are then handed to whoever needs them.
+            cols = first + gl.arange(0, smem.shape[2], gl.BlockedLayout([1], [32], [4], [0]))
+            bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0).to(gl.float32)
+            pre += gl.convert_layout(bias, gl.SliceLayout(0, pre.type.layout))[None, :]
+        if pre_ptr is not None:
+            _store(pre_desc, pre_ptr, pre, smem, batch, row, first, M, N)
+        _store(out_desc, out_ptr, _activate(pre, ACTIVATION, smem.dtype), smem, batch, row, first, M, N)
+
+
+@gluon.jit
 def _consumer(
-    bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-    n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+    bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
+    n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
@@ -129,14 +229,16 @@ def _consumer(
         [3, 0], [4, 1], [16, BLOCK_N, 256 // a_smem.dtype.primitive_bitwidth]
     )
     step = 0
+    steps = gl.cdiv(K, BLOCK_K)
+    n_tiles = n_matrices * tiles_m * tiles_n
     # A consumer without work has no tiles.
-    n_tiles = gl.where(CONSUMER < n_consumers, n_matrices * tiles_m * tiles_n, 0)
-    for i in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        batch, tile_m, tile_n = _tile(i, n_matrices, tiles_m, tiles_n, GROUP_M)
+    for i in range(gl.where(CONSUMER < n_consumers, _num_tiles(n_tiles, n_sharing), 0)):
+        tile, begin, end = _tile_and_steps(i, n_tiles, n_sharing, steps)
+        batch, tile_m, tile_n = _tile(tile, n_matrices, tiles_m, tiles_n, GROUP_M)
         row = tile_m * (BLOCK_M * n_consumers) + CONSUMER * BLOCK_M
         col = tile_n * BLOCK_N
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
-        for k in range(0, K, BLOCK_K):
+        for k in range(begin, end):
             stage = step % STAGES
             if A_TRANSPOSED:
                 a = a_smem.index(stage * NUM_CONSUMERS + CONSUMER).reshape((BLOCK_K, BLOCK_M)).permute((1, 0))
@@ -153,10 +255,10 @@ def _consumer(
                 acc += warpgroup_mma_wait(0, deps=(token,))
                 _release(empty, stage, n_consumers, NUM_CONSUMERS, CONSUMER)
             else:
-                token = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+                token = warpgroup_mma(a, b, acc, use_acc=k > begin, is_async=True)
                 # One product stays in flight; the one before it is done, and so is its stage.
                 acc = warpgroup_mma_wait(1, deps=(token,))
-                _release(empty, (step + STAGES - 1) % STAGES, n_consumers, NUM_CONSUMERS, CONSUMER, k > 0)
+                _release(empty, (step + STAGES - 1) % STAGES, n_consumers, NUM_CONSUMERS, CONSUMER, k > begin)
             step += 1
         if not PARTIAL_SUMS:
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -164,32 +266,33 @@ def _consumer(
 
         if out_smem is None:
             _store_part(out_ptr, acc, batch, row, col, M, N)
+        elif sums_ptr is None:
+            _finish(
+                (acc,), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row, col, M, N,
+                stride_bias, ACTIVATION,
+            )  # fmt: skip
+        elif end < steps:
+            _send(sums_ptr, mail_ptr, acc, gl.program_id(0) * NUM_CONSUMERS + CONSUMER)
         else:
-            smem = out_smem.index(CONSUMER)
-            OUT_COLS: gl.constexpr = smem.shape[2]
-            if OUT_COLS == BLOCK_N:
-                pieces = (acc,)
-            else:
-                # In two halves, because shared memory has no room for more beside the ring.
-                pieces = gl.split(gl.permute(gl.reshape(acc, (BLOCK_M, 2, OUT_COLS)), (0, 2, 1)))
-            for piece in gl.static_range(BLOCK_N // OUT_COLS):
-                pre = pieces[piece]
-                first = col + piece * OUT_COLS
-                if bias_ptr is not None:
-                    # One number for each thread; all of them are then handed to whoever needs them.
-                    cols = first + gl.arange(0, OUT_COLS, gl.BlockedLayout([1], [32], [4], [0]))
-                    bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0).to(gl.float32)
-                    pre += gl.convert_layout(bias, gl.SliceLayout(0, pre.type.layout))[None, :]
-                if pre_ptr is not None:
-                    _store(pre_desc, pre_ptr, pre, smem, batch, row, first, M, N)
-                _store(out_desc, out_ptr, _activate(pre, ACTIVATION, smem.dtype), smem, batch, row, first, M, N)
+            # In two halves: beside the ring shared memory has no room for more, nor the registers for more that arrives.
+            left, right = _halves(acc)
+            left, right = _in_fours(left), _in_fours(right)
+            if begin > 0:
+                for other in range(gl.program_id(0) - n_sharing + 1, gl.program_id(0)):
+                    place = other * NUM_CONSUMERS + CONSUMER
+                    left, right = _receive(sums_ptr, mail_ptr, left, right, place)
+            left, right = _in_rows(left, BLOCK_M), _in_rows(right, BLOCK_M)
+            _finish(
+                (left, right), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row,
+                col, M, N, stride_bias, ACTIVATION,
+            )  # fmt: skip
     store_wait(0)
 
 
 @gluon.jit
 def _tiles(
-    a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, M, N, K, a_step,
-    b_step, k_step, n_consumers, stride_bias,
+    a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, n_matrices, tiles_m, tiles_n,
+    n_sharing, M, N, K, a_step, b_step, k_step, n_consumers, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -219,66 +322,76 @@ def _tiles(
     if NUM_CONSUMERS == 1:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step,
-                b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, K,
+                a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
+                B_TRANSPOSED)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
         ], [4], [REGISTERS])
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step,
-                b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, K,
+                a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
+                B_TRANSPOSED)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_consumers, K, a_step,
-                b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, K,
+                a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
+                B_TRANSPOSED)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-                n_matrices, tiles_m, tiles_n, n_consumers, M, N, K, stride_bias,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
 
 
-@gluon.jit(do_not_specialize=["n_matrices", "tiles_m", "tiles_n", "M", "N", "K", "a_step", "b_step", "n_consumers"])
+@gluon.jit(
+    do_not_specialize=[
+        "n_matrices", "tiles_m", "tiles_n", "n_sharing", "M", "N", "K", "a_step", "b_step", "n_consumers",
+    ]
+)  # fmt: skip
 def _matmul_specialized_kernel(
     a_desc,  # (n_matrices or 1, M, K), or (..., K, M) when A_TRANSPOSED
     b_desc,  # (n_matrices or 1, K, N), or (..., N, K) when B_TRANSPOSED
     bias_ptr,  # (N,) or None
     out_ptr,  # (n_matrices, M, N)
     pre_ptr,  # like out, for the values before the activation, or None
+    sums_ptr,  # (n_programs, NUM_CONSUMERS, BLOCK_M * BLOCK_N), float32; or None, where no tile can be shared
+    mail_ptr,  # (n_programs, NUM_CONSUMERS): EMPTY, until the sums are there
     out_desc,  # of out and pre; None where TMA cannot address their rows, which then lie side by side
     pre_desc,
     n_matrices,
     tiles_m,  # tiles in a column of tiles
     tiles_n,  # and in a row
+    n_sharing,  # programs that share a tile of the last round
     M,
     N,
     K,
@@ -299,11 +412,14 @@ def _matmul_specialized_kernel(
     OUT_COLS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Program i owns tiles i, i + n_programs, ... of n_consumers * BLOCK_M rows: out = activation(a @ b + bias)."""
+    """Program i owns tiles i, i + n_programs, ... of n_consumers * BLOCK_M rows: out = activation(a @ b + bias).
+
+    If the last round of tiles is not full, n_sharing programs compute each of them.
+    """
     _tiles(
-        a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, M, N, K, a_step,
-        b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
-        B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
+        a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, n_matrices, tiles_m,
+        tiles_n, n_sharing, M, N, K, a_step, b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K,
+        NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
     )  # fmt: skip
 
 
@@ -331,9 +447,9 @@ def _matmul_parts_kernel(
 ):
     """The same for parts of a product that `_sum_parts_kernel` adds up: out[i] is what the i-th part of K gives."""
     _tiles(
-        a_desc, b_desc, None, out_ptr, None, None, None, n_parts, tiles_m, tiles_n, M, N, part_k, 0, 0, part_k,
-        NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, None,
-        PARTIAL_SUMS, 0, REGISTERS,
+        a_desc, b_desc, None, out_ptr, None, None, None, None, None, n_parts, tiles_m, tiles_n, 1, M, N, part_k, 0, 0,
+        part_k, NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
+        B_TRANSPOSED, None, PARTIAL_SUMS, 0, REGISTERS,
     )  # fmt: skip
 
 
@@ -352,6 +468,8 @@ _PART_TILES = (
     (1, 128, 1, 8, 0.78),
 )
 _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
+_MAX_SHARING = 4  # programs that may share a tile
+_SHARING_US = 2.5  # what each of them costs, to hand on its sums
 # Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
 # more it copies for each multiplication: those of 128 columns lose this much more.
 _SPLIT_SECTORS = 0.85
@@ -366,8 +484,9 @@ def _config(
     partial_sums: bool,
     whole_sectors: bool,
     device: torch.device,
-) -> tuple[int, int, dict[str, int]]:
-    """Parts of K, consumers with work, and the tile: what takes the least time."""
+) -> tuple[int, int, int, dict[str, int]]:
+    """Parts of K, programs that share a tile of the last round, consumers with work, and the tile: the quickest."""
+    n_places = num_multiprocessors(device)
     least_us = memory_us(M, N, K, itemsize) if n_matrices == 1 else 0
 
     def n_tiles(tile):
@@ -375,24 +494,40 @@ def _config(
         return n_matrices * cdiv(M, n_consumers * BLOCK_M) * cdiv(N, block_n)
 
     def time(choice):
-        (n_consumers, block_n, *_, rate), n_parts = choice
+        (n_consumers, block_n, *_, rate), n_parts, n_sharing = choice
         if block_n == 128 and not whole_sectors:
             rate *= _SPLIT_SECTORS
         tile_us = n_consumers * BLOCK_M * block_n * K * itemsize / 2 / (_PER_US * rate)
+        n_rounds = n_tiles(choice[0]) // n_places
+        if n_sharing > 1:
+            return max((n_rounds + 1 / n_sharing) * tile_us, least_us) + n_sharing * _SHARING_US
         return time_us(n_tiles(choice[0]), tile_us, n_parts, M * N, device, least_us)
 
+    def possible_sharing(tile):
+        n_last = n_tiles(tile) % n_places
+        if n_matrices > 1 or tile[2] == 1 or n_last == 0:
+            return [1]
+        # Eight steps or more for each, so that none is without any.
+        return range(1, max(1, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * 128))) + 1)
+
     # A second accumulator leaves no registers for 256 columns.
-    choices = [(tile, 1) for tile in _TILES[partial_sums:]]
+    choices = [(tile, 1, n) for tile in _TILES[partial_sums:] for n in possible_sharing(tile)]
     if n_matrices == 1:
         for tile in _PART_TILES[partial_sums:]:
-            choices += [(tile, n) for n in possible_parts(K, n_tiles(tile), device) if n > 1]
-    (n_consumers, block_n, all_consumers, stages, _), n_parts = min(choices, key=time)
-    return n_parts, n_consumers, dict(
+            choices += [(tile, n, 1) for n in possible_parts(K, n_tiles(tile), device) if n > 1]
+    (n_consumers, block_n, all_consumers, stages, _), n_parts, n_sharing = min(choices, key=time)
+    return n_parts, n_sharing, n_consumers, dict(
         BLOCK_N=block_n,
         NUM_CONSUMERS=all_consumers,
         STAGES=stages,
         REGISTERS=160 if all_consumers == 3 else 240,
     )  # fmt: skip
+
+
+@functools.cache
+def _unshared(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and mailboxes of calls that share no tile, so that those need no compiled kernel of their own."""
+    return torch.empty(1, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.int64, device=device)
 
 
 def multiply(
@@ -410,7 +545,9 @@ def multiply(
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     partial_sums = a.dtype in FLOAT8 and not reduced
     whole_sectors = all(row_bytes(x) % SECTOR == 0 for x in (a, b))
-    n_parts, n_consumers, config = _config(M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device)
+    n_parts, n_sharing, n_consumers, config = _config(
+        M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device
+    )
     block_k, block_n = 128 // a.element_size(), config["BLOCK_N"]
     tiles_m, tiles_n = cdiv(M, BLOCK_M * n_consumers), cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
@@ -440,9 +577,17 @@ def multiply(
         else None
         for x in (out, pre)
     )
+    if n_sharing > 1:
+        n_programs = min(num_multiprocessors(a.device), tiles_m * tiles_n * n_sharing)
+        sums = scratch((n_programs, config["NUM_CONSUMERS"], BLOCK_M, block_n), torch.float32, a.device)
+        mail = mailboxes(n_programs, config["NUM_CONSUMERS"], a.device)
+    elif config["NUM_CONSUMERS"] > 1:
+        sums, mail = map(table, _unshared(a.device))
+    else:
+        sums = mail = None
     launch(
         _matmul_specialized_kernel, (n_programs,),
-        *descriptors, bias, out, pre, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, M, N, K,
-        int(a_stride > 0), int(b_stride > 0), n_consumers, 0 if bias is None else bias.stride(0),
+        *descriptors, bias, out, pre, sums, mail, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, n_sharing,
+        M, N, K, int(a_stride > 0), int(b_stride > 0), n_consumers, 0 if bias is None else bias.stride(0),
         OUT_COLS=out_cols, ACTIVATION=activation, **config,
     )  # fmt: skip
