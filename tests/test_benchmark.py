@@ -11,6 +11,7 @@ import sys
 import urllib.parse
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -253,6 +254,31 @@ def test_several_sizes_per_x(fake_gpu):
 
 
 @pytest.mark.parametrize(
+    ("x_vals", "xs"),
+    [
+        (2 ** np.arange(8, 10), [256, 512]),
+        ([np.int64(256), 512], [256, 512]),
+        (np.array([[8, 16], [32, 64]]), ["8×16", "32×64"]),
+        ([(np.int64(8), 16)], ["8×16"]),
+    ],
+    ids=["array", "list", "rows", "tuple"],
+)
+def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_GALLERY_RECORDS", str(tmp_path))
+    kinds = set()
+
+    def bench(M, N, provider):
+        kinds.update({type(M), type(N)})
+        return 1.0, 1.0, 1.0
+
+    sizes = make_benchmark(x_names=["M", "N"], x_vals=x_vals, args={})
+    report = benchmark.perf_report(sizes, title="Softmax")(bench).run()
+    assert report.xs == xs and kinds == {int}
+    (file,) = tmp_path.glob("*/softmax-fp16.json")
+    assert json.loads(file.read_text(encoding="utf-8"))["rows"] == report.record["rows"]
+
+
+@pytest.mark.parametrize(
     ("changes", "options", "error", "message"),
     [
         ({"ylabel": "ms"}, {}, ValueError, "ylabel must be GB/s or TFLOP/s, got 'ms'"),
@@ -351,11 +377,32 @@ def test_validate_refuses_a_missing_key(key, how):
         {"rows": [{"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": 1.0}]},
         {"rows": [{"x": 1, "provider": "torch", "median": 2.0, "p20": 1.0, "p80": 4.0}]},
         {"rows": 2 * [{"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": 1.0, "p80": 4.0}]},
+        {"rows": 3},
+        {"rows": {"x": 1}},
+        {"rows": [3]},
+        {"rows": [{"x": [1], "provider": "triton_gallery", "median": 2.0, "p20": 1.0, "p80": 4.0}]},
+        {"rows": [{"x": 1, "provider": 3, "median": 2.0, "p20": 1.0, "p80": 4.0}]},
+        {"rows": [{"x": 1, "provider": "triton_gallery", "median": "fast", "p20": 1.0, "p80": 4.0}]},
+        {"limit": 3},
+        {"limit": {"name": "copy", "value": "fast"}},
+        {"text": "0" * 16},
+        {"commit": 1234567},
+        {"gpu": 3},
+        {"benchmark": 3},
     ],
+    ids=str,
 )
 def test_validate_refuses_what_no_measurement_gives(changes):
-    with pytest.raises(ValueError, match=f"{next(iter(changes))} (is missing|must)"):
+    with pytest.raises(ValueError, match=rf"record .*\.json: {next(iter(changes))} (is missing|must)"):
         benchmark.validate(make_record(**changes))
+
+
+@pytest.mark.parametrize("record", [3, [], "{}", None], ids=repr)
+def test_validate_refuses_what_is_no_record(record):
+    with pytest.raises(ValueError, match=rf"record h200/x\.json: must be a dict, got {type(record).__name__}"):
+        benchmark.validate(record, "h200/x.json")
+    with pytest.raises(ValueError, match="record of no name: must be a dict"):
+        benchmark.validate(record)
 
 
 def test_validate_accepts_a_complete_record():
@@ -684,6 +731,7 @@ def test_quote(reference, text, records):
         ("softmax-fp16: torch / torch.compile at 16384", ValueError, "256, 1024, 4096, got '16384'"),
         ("softmax-fp16: torch", ValueError, "reference must read '<benchmark>: <series> [/ <series>] at"),
         ("softmax-fp16 torch at 4096", ValueError, "got 'softmax-fp16 torch at 4096'"),
+        (3, TypeError, "quote: reference must be a str, got int"),
     ],
 )
 def test_quote_refuses(reference, error, message, records):

@@ -62,26 +62,46 @@ def validate(record: dict, file: str | None = None) -> None:
     Raises:
         ValueError: names the record and the key.
     """
-    file = file or f"{slug(record.get('gpu') or 'unknown-gpu')}/{record.get('benchmark')}.json"
+    if not isinstance(record, dict):
+        raise ValueError(f"record {file or 'of no name'}: must be a dict, got {type(record).__name__}")
+    file = file or f"{slug(str(record.get('gpu') or 'unknown-gpu'))}/{record.get('benchmark')}.json"
     for key in ("benchmark", "title", "x", "unit", *PROVENANCE, "rows"):
-        if record.get(key) in (None, "", [], "none", "unknown"):
+        value, kind = record.get(key), {"rows": list, "text": dict}.get(key, str)
+        if value in (None, "", [], "none", "unknown"):
             raise ValueError(f"record {file}: {key} is missing" + "; set GALLERY_COMMIT" * (key == "commit"))
+        if not isinstance(value, kind):
+            raise ValueError(f"record {file}: {key} must be a {kind.__name__}, got {value!r}")
     if not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", record["commit"]):
         raise ValueError(f"record {file}: commit must be a git commit, got {record['commit']!r}")
     if any(not re.fullmatch(r"[0-9a-f]{16}", str(record["text"].get(part))) for part in TEXT):
         raise ValueError(f"record {file}: text must hold digests of {', '.join(TEXT)}, got {record['text']}")
     if "limit" not in record:
         raise ValueError(f"record {file}: limit is missing; null says that there is none")
-    if record["limit"] and not (record["limit"].get("name") and 0 < record["limit"].get("value", 0) < math.inf):
+    if record["limit"] and not _is_limit(record["limit"]):
         raise ValueError(f"record {file}: limit must have a name and a positive value, got {record['limit']}")
     for row in record["rows"]:
-        median, p20, p80 = (row.get(key, 0) for key in FIGURES)
-        if not {"x", "provider"} <= row.keys() or not 0 < p20 <= median <= p80 < math.inf:
+        if not _is_row(row):
             raise ValueError(f"record {file}: rows must have x, provider and 0 < p20 <= median <= p80, got {row}")
     points = [(row["x"], row["provider"]) for row in record["rows"]]
     ours = is_study(record["benchmark"]) or OURS in {provider for _, provider in points}
     if len(set(points)) < len(points) or not ours:
         raise ValueError(f"record {file}: rows must hold {OURS}, and each provider once per x, got {points}")
+
+
+def _is_limit(limit: object) -> bool:
+    try:
+        return bool(limit["name"]) and 0 < limit["value"] < math.inf
+    except (KeyError, TypeError):
+        return False
+
+
+def _is_row(row: object) -> bool:
+    try:
+        median, p20, p80 = (row[key] for key in FIGURES)
+        named = isinstance(row["x"], int | float | str) and isinstance(row["provider"], str)
+        return named and 0 < p20 <= median <= p80 < math.inf
+    except (KeyError, TypeError):
+        return False
 
 
 @dataclass(frozen=True, repr=False)

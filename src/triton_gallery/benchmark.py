@@ -397,8 +397,9 @@ class PerfReport:
             except RuntimeError as error:
                 record["left_out"].append({"x": "any", "provider": "limit", "why": _first_line(error)})
         # At first the host has compilers and allocators to start, and small kernels wait for it: nobody counts that.
-        self._measure(self.benchmark.x_vals[0], {"left_out": [], "rows": []})
-        for x in self.benchmark.x_vals:
+        xs = _plain(list(self.benchmark.x_vals))
+        self._measure(xs[0], {"left_out": [], "rows": []})
+        for x in xs:
             self._measure(x, record)
         report = Report(record, live=True)
         if folder:
@@ -470,6 +471,13 @@ class PerfReport:
                 record["rows"].append({"x": x, "provider": name} | dict(zip(FIGURES, medians, strict=True)))
 
 
+def _plain(x):
+    """Python's numbers and lists for those of NumPy, which JSON does not take."""
+    if isinstance(x, list | tuple):
+        return [_plain(part) for part in x]
+    return x.tolist() if hasattr(x, "tolist") else x
+
+
 def _round(value: float) -> float:
     """Five digits, more than a measurement can mean."""
     return float(f"{value:.5g}")
@@ -496,6 +504,7 @@ def quote(reference: str) -> str:
 
     Raises:
         FileNotFoundError: no record has this name.
+        TypeError: the reference is no text.
         ValueError: the reference does not read as above, or names a series or an x that the record does not have.
 
     Example:
@@ -503,6 +512,8 @@ def quote(reference: str) -> str:
         >>> benchmark.quote("softmax-fp16: triton_gallery / torch at 4096")  # doctest: +ELLIPSIS
         '...×'
     """
+    if not isinstance(reference, str):
+        raise TypeError(f"quote: reference must be a str, got {type(reference).__name__}")
     match = _REFERENCE.fullmatch(reference.strip())
     if match is None:
         form = "'<benchmark>: <series> [/ <series>] at <x, worst, best or median>'"
