@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import triton_gallery as tg
@@ -162,6 +163,26 @@ def test_programs_outside_the_grid_are_refused(program, device):
         trace.loads("x_ptr", program=program)
 
 
+@pytest.mark.parametrize("program", ["a", 1.5, [0, 0, 0], ("a",), (0.0, 0, 0), np.arange(2)], ids=str)
+def test_programs_that_are_none_are_refused(program, device):
+    trace, _, _ = traced_copy(device)
+    with pytest.raises(TypeError, match="trace: program must be an int or a tuple of ints, got"):
+        trace.loads("x_ptr", program=program)
+    with pytest.raises(TypeError, match="trace: program must be an int or a tuple of ints, got"):
+        trace.number(program)
+
+
+def test_a_program_is_its_ids_or_its_number(device):
+    trace, _, _ = traced_copy(device)
+    (store,) = trace.stores("out_ptr", program=3)
+    for program in (np.int64(3), (3,), (np.int64(3), 0, 0)):
+        assert trace.stores("out_ptr", program) == [store] and trace.number(program) == 3
+    with pytest.raises(ValueError, match=r"program must lie in the grid of \(4, 1, 1\) programs, got \(\)"):
+        trace.loads("x_ptr", program=())
+    with pytest.raises(ValueError, match=r"program must lie in the grid of \(4, 1, 1\) programs, got \(4, 0, 0\)"):
+        trace.number((4, 0, 0))
+
+
 @pytest.mark.parametrize(
     ("grid", "error", "message"),
     [
@@ -293,6 +314,34 @@ def test_trace_refuses_what_is_no_kernel(device):
         tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, watch=("offsets", "total"))
     with pytest.raises(ValueError, match="argument must be one of x_ptr, out_ptr, got 'y_ptr'"):
         tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8).owner("y_ptr")
+    with pytest.raises(ValueError, match=r"argument must be one of x_ptr, out_ptr, got \['x_ptr'\]"):
+        tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8).loads(["x_ptr"])
+
+
+def test_trace_refuses_a_kernel_in_gluon(device):
+    # Not above: another test wants a process that has not imported it.
+    from triton.experimental import gluon
+
+    x = torch.zeros(8, device=device)
+    with pytest.raises(TypeError, match=r"a function under @triton\.jit, got GluonJITFunction; Gluon has no interp"):
+        tg.trace(gluon.jit(_copy_kernel.fn), (1,), x, x, 8, BLOCK=8)
+
+
+@pytest.mark.parametrize("watch", [3, None, ("offsets", 3)], ids=str)
+def test_trace_refuses_names_that_are_none(watch, device):
+    x = torch.zeros(8, device=device)
+    with pytest.raises(TypeError, match="trace: watch must be a name or a tuple of names, got"):
+        tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, watch=watch)
+
+
+def test_trace_refuses_tensors_without_memory_of_their_own(device):
+    x = torch.zeros(8, device=device)
+    with pytest.raises(ValueError, match="trace: out_ptr must be a dense tensor that holds data, got a meta tensor"):
+        tg.trace(_copy_kernel, (1,), x, x.to("meta"), 8, BLOCK=8)
+    with pytest.raises(ValueError, match="trace: x_ptr must be a dense tensor that holds data, got a FakeTensor"):
+        tg.trace(_copy_kernel, (1,), FakeTensorMode().from_tensor(x), x, 8, BLOCK=8)
+    with pytest.raises(ValueError, match="x_ptr must be a dense tensor that holds data, got one of layout"):
+        tg.trace(_copy_kernel, (1,), x.to_sparse(), x, 8, BLOCK=8)
 
 
 COMPILE_TRACE_COMPILE = """

@@ -11,7 +11,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -91,9 +91,18 @@ class Trace:
         """How many programs the launch had."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
-    def number(self, program: tuple[int, int, int]) -> int:
+    def number(self, program: int | tuple) -> int:
         """A program's ids as one number from 0 to `n_programs` - 1."""
-        return program[0] + self.grid[0] * (program[1] + self.grid[1] * program[2])
+        is_tuple = isinstance(program, tuple)
+        try:
+            ids = tuple(map(operator.index, program if is_tuple else (program,)))
+        except TypeError:
+            raise TypeError(f"trace: program must be an int or a tuple of ints, got {program!r}") from None
+        grid = self.grid if is_tuple else (self.n_programs,)
+        if not 1 <= len(ids) <= 3 or not all(0 <= i < n for i, n in zip(ids, grid, strict=False)):
+            raise ValueError(f"trace: program must lie in the grid of {self.grid} programs, got {program!r}")
+        x, y, z = (*ids, 0, 0)[:3]
+        return x + self.grid[0] * (y + self.grid[1] * z)
 
     def loads(self, argument: str, program: int | tuple | None = None) -> list[Access]:
         """The loads from an argument, atomic operations included; of one program, or of all."""
@@ -133,17 +142,15 @@ class Trace:
         return self._bytes(_STORES, argument)
 
     def _select(self, kinds: tuple[str, ...], argument: str, program: int | tuple | None) -> list[Access]:
-        if argument not in self.arguments:
+        if not isinstance(argument, str) or argument not in self.arguments:
             raise ValueError(f"trace: argument must be one of {', '.join(self.arguments)}, got {argument!r}")
-        if program is not None:
-            ids, grid = (program, self.grid) if isinstance(program, tuple) else ((program,), (self.n_programs,))
-            if len(ids) > 3 or not all(0 <= i < n for i, n in zip(ids, grid, strict=False)):
-                raise ValueError(f"trace: program must lie in the grid of {self.grid} programs, got {program!r}")
-            program = self.number((*ids, 0, 0)[:3]) if isinstance(program, tuple) else program
+        number = None if program is None else self.number(program)
         return [
             access
             for access in self.accesses
-            if access.kind in kinds and access.argument == argument and program in (None, self.number(access.program))
+            if access.kind in kinds
+            and access.argument == argument
+            and (number is None or number == self.number(access.program))
         ]
 
     def _counts(self, argument: str, accesses: list[Access]) -> np.ndarray:
@@ -200,10 +207,10 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         A `Trace`.
 
     Raises:
-        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, or `grid` is neither
-            or holds something else than ints.
-        ValueError: the kernel sets no variable of a name in `watch`, or `grid` has more than three axes, none, or a
-            negative number of programs.
+        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, `grid` is neither or
+            holds something else than ints, or `watch` something else than names.
+        ValueError: the kernel sets no variable of a name in `watch`, `grid` has more than three axes, none, or a
+            negative number of programs, or a tensor is not dense or holds no data.
 
     Notes:
         The interpreter runs the programs one after another, axis 2 fastest, and takes some 50 µs for every operation of
@@ -220,8 +227,9 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         >>> trace.stores("out_ptr", program=3)
         [store out_ptr by program (3, 0, 0): 3 of 8 lanes on]
     """
-    if not isinstance(kernel, JITFunction | InterpretedFunction):
+    if type(kernel) not in (JITFunction, InterpretedFunction):
         hint = "; pass what it wraps, its `fn`" if hasattr(kernel, "fn") else ""
+        hint = "; Gluon has no interpreter" if isinstance(kernel, JITFunction) else hint
         raise TypeError(f"trace: kernel must be a function under @triton.jit, got {type(kernel).__name__}{hint}")
     if not callable(grid) and not isinstance(grid, tuple | list):
         raise TypeError(f"trace: grid must be a tuple or a function, got {type(grid).__name__}")
@@ -235,8 +243,14 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         raise TypeError(f"trace: grid must hold ints, got {grid!r}") from None
     if not 1 <= len(grid) <= 3 or min(grid) < 0:
         raise ValueError(f"trace: grid must hold one to three numbers of programs, none negative, got {grid}")
-    names = (watch,) if isinstance(watch, str) else tuple(watch)
-    recorder = _Recorder(dict(_tensors(bound.arguments)))
+    names = tuple(watch) if isinstance(watch, Iterable) and not isinstance(watch, str) else (watch,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"trace: watch must be a name or a tuple of names, got {watch!r}")
+    tensors = dict(_tensors(bound.arguments))
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and (lack := _lack(tensor)):
+            raise ValueError(f"trace: {name} must be a dense tensor that holds data, got {lack}")
+    recorder = _Recorder(tensors)
     watcher = _Watcher(names, kernel.fn.__globals__)
     function = InterpretedFunction(kernel.fn)
     function.add_pre_run_hook(lambda *host: recorder.meet(dict(zip(bound.arguments, host, strict=True))))
@@ -393,6 +407,15 @@ def _tensors(arguments: dict) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, arg.base
         elif hasattr(arg, "data_ptr"):
             yield name, arg
+
+
+def _lack(tensor: torch.Tensor) -> str | None:
+    """What a tensor is that has no memory of its own, or None."""
+    if hasattr(tensor, "fake_mode"):
+        return "a FakeTensor"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
+    return "a meta tensor" if tensor.is_meta else None
 
 
 def _positions(tensor: torch.Tensor) -> np.ndarray:
