@@ -222,6 +222,15 @@ def test_refuses_an_unknown_target(target):
         codegen.inspect(copy, empty(2048), targets=[target])
 
 
+def test_one_target_needs_no_list():
+    request = codegen._pack([(copy, (empty(2048),), {}, False)], ("sm_90",))
+    assert codegen.inspect(copy, empty(2048), targets="sm_90").kernels == tuple(codegen._compile(request)[0][0])
+    with pytest.raises(ValueError, match='inspect: targets must be names such as "sm_90" or "gfx942", got \'cuda\''):
+        codegen.inspect(copy, empty(2048), targets="cuda")
+    with pytest.raises(ValueError, match='inspect: targets must be names such as "sm_90" or "gfx942", got 90'):
+        codegen.inspect(copy, empty(2048), targets=90)
+
+
 def test_refuses_a_function_without_an_importable_name():
     with pytest.raises(
         TypeError, match=r"function must be importable in another process, got test_codegen\..*<lambda>"
@@ -405,6 +414,29 @@ def test_listing_as_text_and_html():
 def test_listing_takes_stages_from_a_generator():
     listing = codegen.listing(triton_gallery.add, meta(64), meta(64), stages=(kind for kind in ["ttir"]))
     assert listing.stages.keys() == {"ttir"}
+
+
+def test_listing_takes_the_name_of_one_stage():
+    assert codegen.listing(triton_gallery.add, meta(64), meta(64), stages="ttir").stages.keys() == {"ttir"}
+    with pytest.raises(ValueError, match=r"listing: stages must be among ttir, ttgir, ptx.*, got 3"):
+        codegen.listing(triton_gallery.add, meta(64), meta(64), stages=3)
+
+
+def test_listing_refuses_what_inspect_does_by_its_own_name():
+    with pytest.raises(ValueError, match='listing: target must be a name such as "sm_90" or "gfx942", got \'cuda\''):
+        codegen.listing(copy, empty(2048), target="cuda")
+    with pytest.raises(ValueError, match=r"listing: target must be a name .*, got \['sm_90'\]"):
+        codegen.listing(copy, empty(2048), target=["sm_90"])
+    with pytest.raises(TypeError, match="listing: function must be callable, got NoneType"):
+        codegen.listing(None, empty(2048))
+    with pytest.raises(TypeError, match="listing: function must be importable in another process"):
+        codegen.listing(lambda x: x, empty(2048))
+    with pytest.raises(TypeError, match="listing: function and arguments must travel to another process"):
+        codegen.listing(copy, (n for n in range(3)))
+    with pytest.raises(TypeError, match=r"another process: tensors must be dense \(strided\), got layout"):
+        codegen.listing(copy, torch.eye(3).to_sparse())
+    with pytest.raises(RuntimeError, match="listing: the compiling process failed: exit status 3"):
+        codegen.listing(os._exit, 3)
 
 
 def test_listing_refuses():

@@ -166,7 +166,9 @@ class Report:
         )
 
 
-def inspect(function: Callable, /, *args, targets: Iterable[str] = TARGETS, backward: bool = False, **kwargs) -> Report:
+def inspect(
+    function: Callable, /, *args, targets: str | Iterable[str] = TARGETS, backward: bool = False, **kwargs
+) -> Report:
     """Compile every kernel that ``function(*args, **kwargs)`` would launch, for each target, without running any.
 
     Args:
@@ -174,7 +176,7 @@ def inspect(function: Callable, /, *args, targets: Iterable[str] = TARGETS, back
             launches kernels.
         args: its arguments. Of a tensor only dtype, shape, strides and alignment matter: ``torch.empty(4096, 8192,
             dtype=torch.float16, device="meta")`` costs no memory.
-        targets: names such as "sm_90" (NVIDIA) or "gfx942" (AMD).
+        targets: names such as "sm_90" (NVIDIA) or "gfx942" (AMD), or one.
         backward: compile the gradient's kernels too, for every floating-point tensor among the arguments.
         kwargs: its keyword arguments.
 
@@ -199,7 +201,7 @@ def inspect(function: Callable, /, *args, targets: Iterable[str] = TARGETS, back
         >>> report.kernels[0].load_bits
         128
     """
-    targets = tuple(targets)
+    targets = _names(targets)
     (outcomes,) = _compile(_pack([(function, args, kwargs, backward)], targets))
     for target, outcome in zip(targets, outcomes, strict=True):
         if isinstance(outcome, str):
@@ -261,7 +263,7 @@ def listing(
     *args,
     target: str = "sm_90",
     kernel: str | None = None,
-    stages: Iterable[str] | None = None,
+    stages: str | Iterable[str] | None = None,
     backward: bool = False,
     **kwargs,
 ) -> Listing:
@@ -288,8 +290,8 @@ def listing(
         >>> [i for i, line in enumerate(listing.source) if "tl.store" in line][0] in listing.stages["ttir"]
         True
     """
-    stages = None if stages is None else tuple(stages)
-    ((outcome,),) = _compile(_pack([(function, args, kwargs, backward)], (target,)), line_info=True)
+    stages = None if stages is None else _names(stages)
+    ((outcome,),) = _compile(_pack([(function, args, kwargs, backward)], (target,), op="listing"), line_info=True)
     if isinstance(outcome, str):
         raise RuntimeError(f"listing: {_name(function)} failed for {target}: {outcome}")
     found = next((k for k in outcome if kernel in (None, k.name)), None)
@@ -321,7 +323,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj):
         if isinstance(obj, torch.Tensor):
             if obj.is_nested or obj.layout != torch.strided:
-                raise TypeError(f"inspect: tensors must be dense (strided), got layout {obj.layout}")
+                raise TypeError(f"tensors must be dense (strided), got layout {obj.layout}")
             return obj.dtype, tuple(obj.shape), obj.stride(), obj.storage_offset()
         return None
 
@@ -337,25 +339,37 @@ def _name(function: Callable) -> str:
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
-def _pack(calls: list[tuple[Callable, tuple, dict, bool]], targets: tuple[str, ...], keep_asm: bool = True) -> bytes:
+def _names(names: str | Iterable[str]) -> tuple:
+    """The names as a tuple; a single one needs none of its own."""
+    return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
+
+
+def _pack(
+    calls: list[tuple[Callable, tuple, dict, bool]],
+    targets: tuple[str, ...],
+    keep_asm: bool = True,
+    op: str = "inspect",
+) -> bytes:
     """The request to the child: (function, args, kwargs, backward) of each call, the targets, and torch's settings."""
     for target in targets:
-        _parse(target)
+        if _parse(target) is None:
+            rule = "targets must be names" if op == "inspect" else "target must be a name"
+            raise ValueError(f'{op}: {rule} such as "sm_90" or "gfx942", got {target!r}')
     for function, *_ in calls:
         if not callable(function):
-            raise TypeError(f"inspect: function must be callable, got {type(function).__name__}")
+            raise TypeError(f"{op}: function must be callable, got {type(function).__name__}")
         named = function
         while isinstance(named, functools.partial):
             named = named.func
         name = f"{getattr(named, '__module__', type(named).__module__)}.{_name(named)}"
         if name.startswith("__main__.") or "<" in name:
-            raise TypeError(f"inspect: function must be importable in another process, got {name}; move it to a module")
+            raise TypeError(f"{op}: function must be importable in another process, got {name}; move it to a module")
     settings = allows_tf32(), torch.are_deterministic_algorithms_enabled()
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump((calls, targets, keep_asm, settings))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise TypeError(f"inspect: function and arguments must travel to another process: {error}") from error
+        raise TypeError(f"{op}: function and arguments must travel to another process: {error}") from error
     return buffer.getvalue()
 
 
@@ -376,7 +390,7 @@ def _compile(request: bytes, line_info: bool = False) -> list[list[list[Kernel] 
     if child.returncode != 0:
         lines = child.stderr.decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), f"exit status {child.returncode}")
-        raise RuntimeError(f"inspect: the compiling process failed: {last}")
+        raise RuntimeError(f"{'listing' if line_info else 'inspect'}: the compiling process failed: {last}")
     return pickle.loads(child.stdout)
 
 
@@ -408,14 +422,13 @@ class _TargetDriver:
         return divmod(self.target.arch, 10) if self.target.backend == "cuda" else (0, 0)
 
 
-def _parse(target: str) -> GPUTarget:
-    if not isinstance(target, str):
-        raise ValueError(f'inspect: targets must be names such as "sm_90" or "gfx942", got {target!r}')
-    if match := re.fullmatch(r"sm_(\d{2,3})", target):
+def _parse(target: object) -> GPUTarget | None:
+    """The target of this name, or None."""
+    if match := re.fullmatch(r"sm_(\d{2,3})", str(target)):
         return GPUTarget("cuda", int(match[1]), 32)
-    if match := re.fullmatch(r"gfx(\d{1,2})\d[\da-f]", target):
+    if match := re.fullmatch(r"gfx(\d{1,2})\d[\da-f]", str(target)):
         return GPUTarget("hip", target, 64 if int(match[1]) == 9 else 32)
-    raise ValueError(f'inspect: targets must be names such as "sm_90" or "gfx942", got {target!r}')
+    return None
 
 
 def _serve() -> None:
