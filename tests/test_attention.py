@@ -2,6 +2,7 @@ import functools
 import importlib
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -787,6 +788,7 @@ REFUSED = {
     "enable_gqa of None": (qkv(), {"enable_gqa": None}, TypeError, "enable_gqa must be True or False, got None"),
     "return_lse of int": (qkv(), {"return_lse": 0}, TypeError, "return_lse must be True or False, got 0"),
     "alignment": (qkv(), {"causal_alignment": "left"}, ValueError, "must be 'top-left' or 'bottom-right', got 'left'"),
+    "alignment of numbers": (qkv(), {"causal_alignment": np.ones(2)}, ValueError, r"'bottom-right', got array\(\[1"),
     "window of three": (qkv(), {"window": (1, 2, 3)}, TypeError, r"window must be .*pair .*got \(1, 2, 3\)"),
     "window of floats": (qkv(), {"window": 1.0}, TypeError, "window must be a number of keys, .*got 1.0"),
     "window of bool": (qkv(), {"window": (True, 1)}, TypeError, r"window must be .*got \(True, 1\)"),

@@ -2,6 +2,7 @@ import itertools
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -702,6 +703,7 @@ def test_matmul_skips_autograd_without_gradients():
         (lambda a, b: tg.matmul(a, b, activation="tanh"), ValueError, 'activation must be None, "relu".*got .tanh'),
         (lambda a, b: tg.matmul(a, b, activation=["relu"]), ValueError, 'activation must be None, "relu".*got ..relu'),
         (lambda a, b: tg.matmul(a, b, precision="low"), ValueError, "matmul: precision must be None, .*got 'low'"),
+        (lambda a, b: tg.matmul(a, b, precision=np.ones(2)), ValueError, r"matmul: precision must .*got array\(\[1"),
         (lambda a, b: tg.matmul(a, b, bias=1.0), TypeError, "matmul: bias must be a torch.Tensor, got float"),
         (lambda a, b: tg.matmul(a, b, bias=b[0].half()), TypeError, "bias must have the result's dtype, float32, got"),
         (lambda a, b: tg.matmul(a, b, bias=a[0]), ValueError, r"broadcasts to \(3,\), got \(4,\)"),

@@ -1207,7 +1207,7 @@ def _limits(
     seq_q: int, seq_k: int, is_causal: bool, window: int | tuple[int | None, int | None] | None, causal_alignment: str
 ) -> tuple[int | None, int | None]:
     """(lower, upper): query i is allowed the keys from i + lower to i + upper; None for no limit."""
-    if causal_alignment not in ("top-left", "bottom-right"):
+    if not isinstance(causal_alignment, str) or causal_alignment not in ("top-left", "bottom-right"):
         raise ValueError(f"attention: causal_alignment must be 'top-left' or 'bottom-right', got {causal_alignment!r}")
     sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2 or any(isinstance(n, bool) or not isinstance(n, (*INTS, type(None))) for n in sides):

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -979,10 +980,16 @@ def _gradients_in_torch(dy, x, weight, n_cols, eps, subtract_mean):
 # --- public functions -------------------------------------------------------------------------------------------------
 
 
+def _is_no_size(size):
+    if isinstance(size, torch.Tensor | np.ndarray):
+        return size.ndim > 0  # one number alone is an int to torch
+    return isinstance(size, str | float | bool)
+
+
 def _normalize(op, x, normalized_shape, weight, bias, eps):
     check_tensor(op, "x", x)
     sizes = (normalized_shape,) if isinstance(normalized_shape, INTS) else normalized_shape
-    if not isinstance(sizes, Sequence) or any(isinstance(size, str | float | bool) for size in sizes):
+    if not isinstance(sizes, Sequence) or any(map(_is_no_size, sizes)):
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
     normalized_shape = tuple(sizes)
     if not normalized_shape or tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:

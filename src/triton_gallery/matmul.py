@@ -624,7 +624,7 @@ def matmul(
     if activation is not None and (not isinstance(activation, str) or activation not in _ACTIVATION_BACKWARD):
         names = ", ".join(f'"{name}"' for name in _ACTIVATION_BACKWARD)
         raise ValueError(f"matmul: activation must be None, {names}, got {activation!r}")
-    if precision not in (None, "highest", "high", "medium"):
+    if precision is not None and (not isinstance(precision, str) or precision not in ("highest", "high", "medium")):
         raise ValueError(f'matmul: precision must be None, "highest", "high" or "medium", got {precision!r}')
     # A vector is a matrix of one row or one column, as long as the product is computed.
     rows = a if a.dim() > 1 else a.unsqueeze(0)
