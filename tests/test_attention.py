@@ -804,6 +804,21 @@ def test_attention_refuses(name, device):
         tg.attention(*tensors, **kwargs)
 
 
+def test_attention_takes_numbers_of_numpy(device):
+    q, k, v = inputs((1, 2, 9, 8), (1, 2, 12, 8), torch.float32, device)
+    for scale in (np.float32(0.25), np.float64(0.25), np.int64(2)):
+        assert torch.equal(tg.attention(q, k, v, scale=scale), tg.attention(q, k, v, scale=scale.item()))
+    for window in (np.int64(3), (np.int32(3), None), [np.int64(3), 2]):
+        plain = tuple(map(int, window)) if isinstance(window, list) else (3, None) if isinstance(window, tuple) else 3
+        assert torch.equal(tg.attention(q, k, v, window=window), tg.attention(q, k, v, window=plain))
+    with pytest.raises(ValueError, match="attention: scale must be finite, got nan"):
+        tg.attention(q, k, v, scale=np.float32("nan"))
+    with pytest.raises(ValueError, match=r"attention: window must not be negative .*got np.int64\(-1\)"):
+        tg.attention(q, k, v, window=np.int64(-1))
+    with pytest.raises(TypeError, match="attention: scale must be a number or None, got bool"):
+        tg.attention(q, k, v, scale=np.True_)
+
+
 def test_attention_refuses_another_device(device):
     q, k, v = inputs((1, 1, 5, 8), (1, 1, 6, 8), torch.float32, device)
     with pytest.raises(ValueError, match="attention: k must"):

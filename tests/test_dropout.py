@@ -535,6 +535,18 @@ def test_dropout_of_more_than_2_to_the_31_elements(device):
     assert abs(kept(out).double().mean().item() - 0.5) < 4 * 0.5 / math.sqrt(n)
 
 
+def test_dropout_takes_numbers_of_numpy(device):
+    x = torch.randn(150, device=device)
+    expected = tg.dropout(x, 0.25, seed=77)
+    for p in (np.float16(0.25), np.float32(0.25), np.float64(0.25)):
+        for seed in (77, np.int64(77), np.uint8(77)):
+            assert torch.equal(tg.dropout(x, p, seed=seed), expected)
+    assert torch.equal(tg.dropout(x, seed=np.uint64(2**64 - 1)), tg.dropout(x, seed=-1))
+    assert torch.equal(tg.dropout(x, np.int64(1)), torch.zeros_like(x))
+    with pytest.raises(ValueError, match=r"dropout: p must be in \[0, 1\], got 1.5"):
+        tg.dropout(x, np.float32(1.5))
+
+
 # --- refusals ---
 
 
@@ -545,7 +557,7 @@ def test_dropout_refuses_p_outside_0_to_1(p, training, device):
         tg.dropout(torch.ones(3, device=device), p, training)
 
 
-@pytest.mark.parametrize("p", [True, None, "0.5", torch.tensor(0.5)], ids=str)
+@pytest.mark.parametrize("p", [True, None, "0.5", torch.tensor(0.5), np.True_, np.ones(1)], ids=repr)
 def test_dropout_refuses_p_of_another_type(p, device):
     with pytest.raises(TypeError, match="dropout: p must be a Python number"):
         tg.dropout(torch.ones(3, device=device), p)

@@ -693,6 +693,17 @@ EPS = {
 
 
 @NORMS
+def test_norms_take_numbers_of_numpy(norm, device):
+    x = torch.randn(3, 4, device=device)
+    for eps in (numpy.float16(0.5), numpy.float32(0.5), numpy.float64(0.5), numpy.int64(2)):
+        assert torch.equal(getattr(tg, norm)(x, 4, eps=eps), getattr(tg, norm)(x, 4, eps=eps.item()))
+    for shape in (numpy.int64(4), (numpy.int32(4),), [torch.tensor(4)]):
+        assert torch.equal(getattr(tg, norm)(x, shape), getattr(tg, norm)(x, 4))
+    with pytest.raises(ValueError, match=f"{norm}: eps must be a number, got nan"):
+        getattr(tg, norm)(x, 4, eps=numpy.float32("nan"))
+
+
+@NORMS
 @pytest.mark.parametrize("name", REFUSED)
 def test_norms_refuse(norm, name, device):
     args, error, message = REFUSED[name]

@@ -691,6 +691,15 @@ def test_softmax_refuses_a_dim_that_is_no_int(op, dim, device):
 
 
 @OPS
+def test_softmax_takes_a_dim_of_numpy(op, device):
+    x = torch.randn(2, 3, device=device)
+    for dim in (np.int64(0), np.uint8(1), np.int32(-2)):
+        assert torch.equal(ours(op, x, dim), ours(op, x, int(dim)))
+    with pytest.raises(ValueError, match=f"^{op}: dim must be in .*, got 5$"):
+        ours(op, x, np.int64(5))
+
+
+@OPS
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
 def test_softmax_refuses_integers_without_dtype(op, dtype, device):
     x = torch.ones(2, 3, device=device, dtype=dtype)

@@ -2,6 +2,7 @@ import importlib
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -368,6 +369,23 @@ def test_add_in_a_cuda_graph_and_without_waiting():
     torch.testing.assert_close(strided, x + 0.5 * y)
 
 
+@pytest.mark.parametrize(
+    "number",
+    [np.float16(0.5), np.float32(0.1), np.float64(0.1), np.int64(3), np.uint8(200), np.uint64(2**63)],
+    ids=repr,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.uint8], ids=str)
+def test_add_takes_numbers_of_numpy(number, dtype):
+    x, y = random((5, 7), dtype), random((5, 7), dtype)
+    assert torch.equal(tg.add(x, number), tg.add(x, number.item()))
+    if dtype.is_floating_point or isinstance(number, np.integer):
+        alpha = min(number.item(), 2**63 - 1)
+        assert torch.equal(tg.add(x, y, alpha=type(number)(alpha)), tg.add(x, y, alpha=alpha))
+    else:
+        with pytest.raises(TypeError, match="add: alpha must be an int when the result is"):
+            tg.add(x, y, alpha=number)
+
+
 # --- refusals ---
 
 
@@ -398,7 +416,7 @@ def test_add_refuses_sparse_tensors():
         tg.add(torch.eye(3, device=DEVICE).to_sparse(), torch.ones(3, device=DEVICE))
 
 
-@pytest.mark.parametrize("alpha", [None, "1", 1j, torch.tensor(2.0)], ids=str)
+@pytest.mark.parametrize("alpha", [None, "1", 1j, torch.tensor(2.0), np.True_, np.ones(1)], ids=repr)
 def test_add_refuses_an_alpha_that_is_no_number(alpha):
     with pytest.raises(TypeError, match="add: alpha must be a Python number"):
         tg.add(torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE), alpha=alpha)

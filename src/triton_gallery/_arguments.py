@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -12,6 +13,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Python's numbers, and what stands for them while torch.export traces.
 INTS = (int, torch.SymInt)
 NUMBERS = (*INTS, float, torch.SymFloat)
+
+
+def number(x: object) -> object:
+    """The Python number for a NumPy scalar, which torch takes for one, too; anything else as it is."""
+    if isinstance(x, np.integer):
+        return int(x)
+    return float(x) if isinstance(x, np.floating) else x
 
 
 def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:

@@ -20,6 +20,7 @@ from ._arguments import (
     check_tensor,
     is_transformed,
     needs_autograd,
+    number,
 )
 from ._dot import dot, dot_precision
 from ._launch import (
@@ -1193,6 +1194,7 @@ def _broadcast(named: dict[str, torch.Tensor], dim: int) -> int:
 def _checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(head_dim)
+    scale = number(scale)
     if isinstance(scale, bool) or not isinstance(scale, NUMBERS):
         raise TypeError(f"attention: scale must be a number or None, got {type(scale).__name__}")
     if isinstance(scale, int) and abs(scale) > sys.float_info.max:
@@ -1209,7 +1211,7 @@ def _limits(
     """(lower, upper): query i is allowed the keys from i + lower to i + upper; None for no limit."""
     if not isinstance(causal_alignment, str) or causal_alignment not in ("top-left", "bottom-right"):
         raise ValueError(f"attention: causal_alignment must be 'top-left' or 'bottom-right', got {causal_alignment!r}")
-    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    sides = [number(n) for n in (window if isinstance(window, (tuple, list)) else (window, window))]
     if len(sides) != 2 or any(isinstance(n, bool) or not isinstance(n, (*INTS, type(None))) for n in sides):
         raise TypeError(f"attention: window must be a number of keys, a pair (left, right) or None, got {window!r}")
     if any(n is not None and n < 0 for n in sides):

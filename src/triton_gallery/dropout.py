@@ -3,11 +3,12 @@
 import functools
 import threading
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_tracing, needs_autograd
+from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_tracing, needs_autograd, number
 from ._launch import cdiv, collapse, index_dtype, launch
 from ._registration import apply, differentiable, operator
 from ._replay import replayed
@@ -246,6 +247,7 @@ def _check_seed(seed: object, x: torch.Tensor) -> None:
 @functools.partial(replayed, varying=3)
 def _checked_dropout(x: torch.Tensor, p: float, training: bool, seed: int | torch.Tensor | None) -> torch.Tensor:
     check_tensor("dropout", "x", x)
+    p = number(p)
     if isinstance(p, bool) or not isinstance(p, NUMBERS):
         raise TypeError(f"dropout: p must be a Python number, got {type(p).__name__}")
     # NaN fails every comparison, so it lands here too.
@@ -310,7 +312,10 @@ def dropout(
     # A call that will be refused must not move torch's generator.
     if seed is None and training is True and type(p) in (int, float) and 0 < p <= 1 and _draws_on_host(x):
         seed = _draw_seed(torch.cuda.default_generators[x.get_device()])
-    elif isinstance(seed, int) and 2**63 <= seed < 2**64:
-        # The 64 bits count: -1 and 2**64 - 1 are the same seed.
-        seed -= 2**64
+    elif isinstance(seed, int):
+        if 2**63 <= seed < 2**64:
+            # The 64 bits count: -1 and 2**64 - 1 are the same seed.
+            seed -= 2**64
+    elif isinstance(seed, np.integer):
+        return dropout(x, p, training, seed=int(seed))
     return _checked_dropout(x, p, training, seed)

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import hopper
-from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_transformed, needs_autograd
+from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_transformed, needs_autograd, number
 from ._launch import (
     alignment,
     cdiv,
@@ -988,6 +988,7 @@ def _is_no_size(size):
 
 def _normalize(op, x, normalized_shape, weight, bias, eps):
     check_tensor(op, "x", x)
+    normalized_shape = number(normalized_shape)
     sizes = (normalized_shape,) if isinstance(normalized_shape, INTS) else normalized_shape
     if not isinstance(sizes, Sequence) or any(map(_is_no_size, sizes)):
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
@@ -1017,6 +1018,7 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     check_same_device(op, x=x, weight=weight, bias=bias)
     if eps is None and op == "rms_norm":
         eps = torch.finfo(_compute_dtype(x)).eps
+    eps = number(eps)
     if isinstance(eps, bool) or not isinstance(eps, NUMBERS):
         hint = "; RMS norm has no bias" if op == "rms_norm" and isinstance(eps, torch.Tensor) else ""
         raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}{hint}")

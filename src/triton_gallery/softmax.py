@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import hopper
-from ._arguments import FLOATS, check_tensor, needs_autograd
+from ._arguments import FLOATS, check_tensor, needs_autograd, number
 from ._launch import (
     alignment,
     cdiv,
@@ -985,6 +985,7 @@ def _apply(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log
         raise TypeError(f"{op}: dtype must be None, float16, bfloat16, float32 or float64, got {dtype}")
     if dtype is None and x.dtype not in FLOATS:
         raise TypeError(f"{op}: x must be floating-point, got {x.dtype}; pass dtype=torch.float32 to convert it first")
+    dim = number(dim)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}")
     n_dims = max(x.ndim, 1)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, needs_autograd
+from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, needs_autograd, number
 from ._launch import broadcast, cdiv, collapse, index_dtype, launch
 from ._registration import aligned_batches, apply, differentiable, operator
 from ._replay import replayed
@@ -208,6 +208,7 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         tensor([1., 3., 5.])
     """
     check_tensor("add", "x", x, FLOATS + _INTEGERS)
+    y, alpha = number(y), number(alpha)
     if isinstance(y, NUMBERS):
         if isinstance(y, INTS) and not -(2**63) <= y < 2**64:
             raise ValueError(f"add: y must be in [-2**63, 2**64) when it is an int, got {y}")
