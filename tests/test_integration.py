@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functionalize, grad, hessian, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -408,6 +409,25 @@ def test_subclasses_of_tensor(pair, device):
     torch.testing.assert_close(pair[0](*map(Wrapper, args)).inner, expected, **TOLERANCE)
     _, grads = gradients_of(pair[0], map(Wrapper, args))
     torch.testing.assert_close([grad.inner for grad in grads], list(gradients_of(pair[1], args)[1]), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(ours for ours, _ in PAIRS.values()),
+        *(lambda x, y, w, number=number: tg.add(x, number) for number in (2, 2.5, True)),
+        lambda x, y, w: tg.dropout(x),
+        lambda x, y, w: tg.dropout(x, 1.0),
+    ],
+    ids=[*PAIRS, "add 2", "add 2.5", "add True", "dropout without a seed", "dropout of all"],
+)
+def test_fake_tensors_outside_of_their_mode(function, device):
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(x) for x in inputs(device)]
+    result, grads = gradients_of(function, fakes)
+    expected, _ = gradients_of(function, inputs(device))
+    assert isinstance(result, FakeTensor) and result.shape == expected.shape and result.dtype == expected.dtype
+    assert all(isinstance(x, FakeTensor) and x.shape == fake.shape for x, fake in zip(grads, fakes, strict=True))
 
 
 @PAIR

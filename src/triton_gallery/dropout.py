@@ -193,13 +193,14 @@ def _apply(x: torch.Tensor, seed: int, seed_tensor: torch.Tensor | None, p: floa
     return _dropout(x, seed, seed_tensor, p)
 
 
-def _resolve(seed: int | torch.Tensor | None, device: torch.device) -> tuple[int, torch.Tensor | None]:
-    """The seed as a number, or (second) as one int64 in the device's memory, which no call waits for."""
+def _resolve(seed: int | torch.Tensor | None, x: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+    """The seed as a number, or (second) as one int64 in the memory of x's device, which no call waits for."""
     if isinstance(seed, torch.Tensor):
         return 0, seed.to(torch.int64)
     if seed is None:
-        # Drawn on the device, so that each replay of a CUDA graph or run of a compiled function draws anew.
-        return 0, torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+        # Drawn on the device, so that each replay of a CUDA graph or run of a compiled function draws anew. Made from
+        # x: outside of its mode, a FakeTensor takes none but its like.
+        return 0, torch.randint_like(x.new_empty((), dtype=torch.int64), 2**63 - 1)
     return seed, None
 
 
@@ -258,7 +259,7 @@ def _checked_dropout(x: torch.Tensor, p: float, training: bool, seed: int | torc
     _check_seed(seed, x)
     if not training or p == 0:
         return x
-    return _apply(x, *_resolve(seed, x.device), float(p))
+    return _apply(x, *_resolve(seed, x), float(p))
 
 
 def dropout(
