@@ -59,6 +59,18 @@ def test_chapters_that_measure_are_scripts_beside_the_pages(tmp_path, monkeypatc
     assert (tmp_path / "chapter-5.py").read_text(encoding="utf-8") == gallery.measuring()["chapter-5"]
 
 
+def test_pages_and_chapters_that_are_gone_are_removed_and_nothing_else(tmp_path, monkeypatch):
+    for gone in ("99-gone.py", "chapter-4.py", "chapter-9.py"):
+        (tmp_path / gone).touch()
+    own = {"chapter-5-notes.py", "chapter-9.txt", "chapter-x.py", "notes.py", "9-lives.py"}
+    for name in own:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(sys, "argv", ["gallery.py", "--all", str(tmp_path), "--keep-references"])
+    gallery.main()
+    written = {f"{name}.py" for name in gallery.measuring()} | {"GALLERY_HEADER.rst"}
+    assert {path.name for path in tmp_path.iterdir()} == written | own
+
+
 def test_a_benchmark_in_a_chapter_knows_the_text_of_the_whole_chapter():
     namespace = {"__source__": gallery.script(CHAPTER)}
     exec("def bench_work(x): pass", namespace)

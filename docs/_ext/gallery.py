@@ -15,7 +15,8 @@ A chapter of the guide that measures is a script as well, for a run that measure
 blocks, line by line where it stands in the chapter.
 
     python docs/_ext/gallery.py examples/02-fused-softmax.py     print one generated page
-    python docs/_ext/gallery.py --all DEST                       write all of them, and such chapters, into DEST
+    python docs/_ext/gallery.py --all DEST                       write all of them, and such chapters, into DEST, and
+                                                                 remove those there that are no longer
 """
 
 import argparse
@@ -30,7 +31,7 @@ import re
 import sys
 import textwrap
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +42,7 @@ GUIDE = ROOT / "docs" / "programming-guide"
 
 _HEADER = "GALLERY_HEADER.rst"
 _PAGES = "[0-9][0-9]-*.py"
+_CHAPTERS = "chapter-[0-9].py"
 _RUN = re.compile(r"^\.\. run::\n(?P<options>(?: +:.*\n)*)(?P<code>(?:(?: +.*)?\n)+)", re.MULTILINE)
 # What sphinx-gallery writes below a page that it executed, and above what a page shows.
 _EXECUTED, _SHOWN = "rst-class:: sphx-glr-timing", re.compile(r"rst-class:: sphx-glr-script-out|^\.\. image-sg::", re.M)
@@ -234,11 +236,15 @@ def write_all(dest: Path, examples: Path = EXAMPLES, src: Path = SRC, keep_refer
         _write(dest / page.name, generate(page, src, keep_references))
     if (examples / _HEADER).exists():
         _write(dest / _HEADER, (examples / _HEADER).read_text(encoding="utf-8"))
-    names = {page.name for page in pages}
-    for stale in dest.glob(_PAGES):
-        if stale.name not in names:
-            stale.unlink()
+    _remove_others(dest, _PAGES, {page.stem for page in pages})
     return pages
+
+
+def _remove_others(dest: Path, pattern: str, names: Container[str]) -> None:
+    """Remove what an earlier run wrote into `dest` and this one did not."""
+    for path in dest.glob(pattern):
+        if path.stem not in names:
+            path.unlink()
 
 
 def _write(path: Path, text: str) -> None:
@@ -415,9 +421,10 @@ def main() -> None:
     try:
         if args.all:
             write_all(args.all, keep_references=args.keep_references)
-            for name, text in measuring().items():
-                if not (EXAMPLES / f"{name}.py").exists():
-                    _write(args.all / f"{name}.py", text)
+            chapters = {name: text for name, text in measuring().items() if not (EXAMPLES / f"{name}.py").exists()}
+            for name, text in chapters.items():
+                _write(args.all / f"{name}.py", text)
+            _remove_others(args.all, _CHAPTERS, chapters)
         else:
             sys.stdout.write(generate(args.page, keep_references=args.keep_references))
     except PageError as error:
