@@ -609,6 +609,31 @@ def test_preflight_names_a_wrong_torch_or_triton(monkeypatch, versions, pin, mes
     assert preflight.problem("site").startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("module", "pin", "message"),
+    [
+        (SimpleNamespace(__version__="3.6.0+rocm7.1"), "pytorch-triton-rocm==3.6.0", None),
+        (SimpleNamespace(__version__="3.7.0"), "triton-rocm==3.6.0", "torch 2.11.0 goes with triton 3.6.0"),
+        (SimpleNamespace(__version__="3.5.0"), "triton-rocm==3.5.0", "triton 3.6 or newer is needed"),
+        (None, None, "triton is not installed for"),
+    ],
+    ids=["rocm", "wrong-pair", "old", "none"],
+)
+def test_preflight_takes_triton_by_another_name(module, pin, message, monkeypatch):
+    from importlib import metadata
+
+    def version(name):
+        if name == "triton":
+            raise metadata.PackageNotFoundError(name)
+        return "2.11.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "requires", lambda name: [pin] if pin else [])
+    monkeypatch.setitem(sys.modules, "triton", module)
+    found = preflight.problem("tests")
+    assert found is None if message is None else found.startswith(message)
+
+
 def test_preflight_names_what_launches_lack(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setenv("CC", "cc")

@@ -38,12 +38,15 @@ def problem(kind):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
+            # Triton's distribution has another name for AMD's and Intel's GPUs.
+            versions[name] = version_of_module(name) if name == "triton" else None
+        if versions[name] is None:
             return f"{name} is not installed for {sys.executable}; `make` without VENV= installs everything into .venv"
     for name, oldest in (("torch", TORCH), ("triton", TRITON)):
         if numbers(versions[name]) < oldest:
             return f"{name} {oldest[0]}.{oldest[1]} or newer is needed, and {sys.executable} has {versions[name]}"
     for requirement in metadata.requires("torch") or ():
-        pin = re.match(r"triton\s*==\s*([\d.]+)", requirement)
+        pin = re.match(r"(?:pytorch-)?triton(?:-\w+)?\s*==\s*([\d.]+)", requirement)
         if pin and numbers(pin[1]) != numbers(versions["triton"]):
             return f"torch {versions['torch']} goes with triton {pin[1]}, and {sys.executable} has {versions['triton']}"
     import torch
@@ -51,6 +54,16 @@ def problem(kind):
     if torch.accelerator.current_accelerator(check_available=True) is None:
         return "there is no GPU to measure on" if kind == "gpu" else None
     return missing_for_launches()
+
+
+def version_of_module(name):
+    """The version of a module that can be imported, or None."""
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(name), "__version__", None)
+    except ImportError:
+        return None
 
 
 def missing_for_launches():
