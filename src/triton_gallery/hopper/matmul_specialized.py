@@ -274,7 +274,7 @@ def _consumer(
         elif end < steps:
             _send(sums_ptr, mail_ptr, acc, gl.program_id(0) * NUM_CONSUMERS + CONSUMER)
         else:
-            # In two halves: beside the ring shared memory has no room for more, nor the registers for more that arrives.
+            # In two halves: shared memory has no room for more beside the ring, nor have registers for what arrives.
             left, right = _halves(acc)
             left, right = _in_fours(left), _in_fours(right)
             if begin > 0:
