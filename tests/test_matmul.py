@@ -971,22 +971,22 @@ def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout, monkeypat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
-@pytest.mark.parametrize(("M", "N", "K"), [(704, 520, 2200), (2304, 2240, 2056)], ids=["few", "more than a round"])
+@pytest.mark.parametrize(("M", "N", "K"), [(2304, 2240, 2056), (2112, 1560, 2200)], ids=str)
 def test_every_tile_that_programs_share(specialized, M, N, K, layout, monkeypatch):
     a, b, bias = random_product(M, N, K, layout)
     wide = [x.double() for x in (a, b, bias)]
     monkeypatch.setattr(specialized, "_PART_TILES", ())
     monkeypatch.setattr(specialized, "_SHARING_US", -1e6)
-    shared = set()
+    shares = set()
     for tile, n_sharing in itertools.product(specialized._TILES[:3], (2, 3, 4)):
         monkeypatch.setattr(specialized, "_TILES", (tile,))
         monkeypatch.setattr(specialized, "_MAX_SHARING", n_sharing)
-        shared.add(specialized._config(M, N, K, 1, 2, False, True, DEVICE)[1])
+        shares.add(specialized._config(M, N, K, 1, 2, False, True, DEVICE)[1])
         out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
         assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)
         assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
         assert all(torch.equal(run_tma(specialized, a, b, bias, "gelu")[0], out) for _ in range(20))
-    assert {2, 3, 4} <= shared
+    assert {2, 3, 4} <= shares
 
 
 @pytest.mark.gpu
@@ -1029,7 +1029,8 @@ def test_who_shares_a_tile_has_a_part_of_it():
                 shared += 1
                 n_tiles = cdiv(M, n_consumers * specialized.BLOCK_M) * cdiv(N, config["BLOCK_N"])
                 steps = cdiv(K * itemsize, 128)
-                assert n_tiles % 132 * n_sharing <= 132 and cdiv(steps, n_sharing) * (n_sharing - 1) < steps
+                assert n_tiles > 132 and n_tiles % 132 * n_sharing <= 132
+                assert cdiv(steps, n_sharing) * (n_sharing - 1) < steps
             assert specialized._config(M, N, K, 2, itemsize, partial_sums, True, meta)[1] == 1
     assert shared > 10
 

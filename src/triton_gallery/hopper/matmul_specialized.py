@@ -469,7 +469,7 @@ _PART_TILES = (
 )
 _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
 _MAX_SHARING = 4  # programs that may share a tile
-_SHARING_US = 2.5  # what each of them costs, to hand on its sums
+_SHARING_US = 3  # what each of them costs, to hand on its sums
 # Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
 # more it copies for each multiplication: those of 128 columns lose this much more.
 _SPLIT_SECTORS = 0.85
@@ -505,7 +505,8 @@ def _config(
 
     def possible_sharing(tile):
         n_last = n_tiles(tile) % n_places
-        if n_matrices > 1 or tile[2] == 1 or n_last == 0:
+        # Without a full round before it parts of K are quicker, which all multiprocessors add up.
+        if n_matrices > 1 or tile[2] == 1 or n_last == 0 or n_tiles(tile) < n_places:
             return [1]
         # Eight steps or more for each, so that none is without any.
         return range(1, max(1, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * 128))) + 1)
