@@ -721,8 +721,8 @@ ladder
 # instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to make do with the older `mma`. From here on
 # the matrix unit sets the pace, and rungs differ in how seldom it has to wait for them. The order of tiles gains
 # nothing as long as L2 holds all that is needed, in either order. The larger the matrices become, the more it gains,
-# and more than we expected where the count says that memory keeps up with either order:
-# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` at 4096³,
+# and more than we expected where the count says that memory keeps up with either order. The rate in groups is
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` that without them at 4096³,
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³ and
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. Real programs do not walk in
 # step, and what one has fetched may have left the cache when its neighbour comes for it. The small tiles fall back as
@@ -743,7 +743,7 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # %%
 # Follow the points from the left. The small ones lie far below the roof, held back by the launch and by too few tiles
 # to keep all multiprocessors busy; so does the first one behind the ridge. From there on the matrix unit is what limits
-# us. More intensity does not help any more; the last point is even a little lower than the one before it.
+# us. More intensity does not help any more: between the last two points the rate hardly changes.
 
 # %%
 # Most products are no squares
@@ -816,6 +816,34 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1
 # result in memory, with atomic additions and without the second kernel; but then the order of the additions, and with
 # it the last bits, would change from run to run. On Hopper the second kernel is launched while the first one still
 # works, and waits on the GPU until it may read (*programmatic dependent launch*): then no launch lies between the two.
+#
+# Large products have the same trouble at their end. Their tiles are computed in rounds, one for each multiprocessor,
+# and a last round of a few tiles takes as long as a full one. So on Hopper up to four programs *share* each tile of the
+# last round, if the round is at most half full. Each sums over a part of :math:`K` and leaves its sums in memory, but
+# for the last one. It adds those of the others to its own, always in the same order, and stores the tile. This is how
+# long some products take, in rounds of tiles of 128 × 256:
+
+
+def count_rounds(n, n_programs=132):
+    full, last = divmod(triton.cdiv(n, 128) * triton.cdiv(n, 256), n_programs)
+    n_sharing = min(4, n_programs // last) if last else 1
+    return full + (last > 0), full + (last > 0) / n_sharing
+
+
+for n in (4352, 5120, 5632, 8192):
+    whole, shared = count_rounds(n)
+    print(f"{n}³: {whole} rounds, {shared:.2f} where programs share")
+
+# %%
+# For this once a program waits for others of its launch, which have to run while it does. They do: programs start in
+# the order of their numbers, and it waits only for lower ones, which wait for nobody. The sums have a price, some
+# microseconds to write and to read them, so the library shares only where the rest of a round is worth more. No size of
+# the other sweeps on this page is such a case, but the ladder's 16384³ is one.
+#
+# *Stream-K* :cite:`osama2023streamk` goes further: programs get equal parts of all the work, which begin and end within
+# tiles. We tried this for the last round. A program then works on parts of two tiles, and what the second one cost was
+# more than the equal parts gained, unless the round was more than half full. There it was quicker than not to share at
+# some of the sizes that we tried. (These trials stand in no record.)
 #
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
@@ -1023,17 +1051,17 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 
 # %%
 # Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred multiprocessors,
-# and each walks along :math:`K` in a handful of steps. Such a product takes about seven microseconds, and one more or
-# less decides: at 512³ this sweep has us at :measured:`matmul-fp16: triton_gallery / torch at 512` torch's rate, and
-# the ladder above, measured half a minute later by the same program, at
-# :measured:`matmul-ladder-fp16: triton_gallery / torch at 512`. Where that microsecond comes from we do not know.
+# and each walks along :math:`K` in a handful of steps. Such a product takes six or seven microseconds, and one more or
+# less decides: at 512³ our rate is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's in this sweep and
+# :measured:`matmul-ladder-fp16: triton_gallery / torch at 512` in the ladder. Earlier runs, whose numbers the page of
+# benchmarks keeps, were ahead of torch there. What this depends on we do not know.
 #
-# In the middle *waves* matter: when 132 multiprocessors have 144 tiles to compute, 120 of them wait in the second round
-# for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round
-# in which 36 multiprocessors are idle, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's.
-# At 1024³ one round needs small tiles of 64 × 128. Here, too, a microsecond decides: with the same tiles we are at
-# :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at
-# :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
+# In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
+# in the second round for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of
+# 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
+# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. (To share the 12 would take about as long.) At 1024³
+# one round needs small tiles of 64 × 128, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in
+# float16 and at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of clusters of two multiprocessors. We tried both. Triton's shapes are powers of two, so 96 columns are two
@@ -1064,19 +1092,22 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # :measured:`matmul-fp32: triton_gallery / torch at 512` at 512³: there are few tiles, and cuBLAS has more ways to cut
 # them.
 #
-# The time of a thin product is that of reading its weight. Up to 256 rows we are ahead of torch or about even, at
+# The time of a thin product is that of reading its weight. Up to 128 rows we are ahead of torch or about even, at
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
-# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic counts. One row reaches
-# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on there is also
-# the sum of the parts, and it is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
+# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 256 or 512 rows, where arithmetic counts. (In this
+# run programs shared the tiles there, too, which are too few for a single round. That was slower than what the library
+# did before and does again.) One row reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a
+# large copy. From two rows on there is also the sum of the parts, and it is
+# :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
 #
-# With a long :math:`K` torch is ahead at all points of the sweep. We are at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 1024` its rate with :math:`K = 1024`, and at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end. From 2048 on :math:`K` is cut: the parts go
-# to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 × 128, so that fewer parts will do.
-# What each of these costs we have not measured; with :math:`K = 1024`, which is not cut, we are no closer.
+# With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of
+# torch's rate, another case that a microsecond decides. From 2048 on :math:`K` is cut, and torch is ahead: we are at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 2048` there and at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end. The parts go to memory in float32 and come
+# back, and up to 8192 the tiles are smaller than 128 × 128, so that fewer parts will do. What each of these costs we
+# have not measured.
 #
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
@@ -1246,6 +1277,7 @@ assert trace.bytes_loaded("b_ptr") == b.nbytes and trace.bytes_loaded("a_ptr") =
 # The guide's chapter *Related work* lists these works among its own.
 #
 # - :cite:`goto2008anatomy`: tiles for every level of the memory, on CPUs.
+# - :cite:`osama2023streamk`: no round at all, but equal parts of the work for everyone.
 # - :cite:`cutlass`: `Efficient GEMM in CUDA
 #   <https://docs.nvidia.com/cutlass/latest/media/docs/cpp/efficient_gemm.html>`_ shows the same hierarchy on GPUs, and
 #   the swizzled order of tiles.

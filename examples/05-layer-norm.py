@@ -847,7 +847,7 @@ shapes_report
 # two rows ahead, by the first threads of a program; it joins the sums when the lanes meet.
 #
 # Forward, the first way is that of 128 to 8184 numbers of 16 bits and of up to 1024 of float32. Others have less to
-# gain: they are loaded number by number, until from 24577 on they are cut into parts, and from 8193 on where there are
+# gain: they are loaded number by number, until from 24577 on they are cut into parts, and from 8185 on where there are
 # 16 MiB of them. Backward it is that of rows that stay in registers, and on Hopper longer ones have parts, but for
 # those of up to 8192 float32 numbers where there are less than 32 MiB of them. Here are a forward and a backward pass
 # together, over 128 MiB whatever the length.
@@ -890,8 +890,8 @@ odd_report
 
 # %%
 # It does not make up for everything: masks, and the numbers at the ends, take time that a row of 8192 numbers does not
-# need. With 8191, which the forward pass loads number by number, and whose last vector takes a block of its own in the
-# backward pass, both together run at
+# need. With 8191, which no longer fit into the blocks of the forward pass and are cut into parts, and whose last vector
+# takes a block of its own in the backward pass, both together run at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 8191` of a copy's rate, with 777 at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 777`, and with 5001 at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 5001`. Against the best other provider, the
@@ -961,7 +961,7 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # each length, and seven blocks of 2048 fill this one without a mask. That alone is not it: five fill 10240, where ours
 # runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 10240`. Where no such block fits, at 13824
 # columns, say, it is :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`. At 1024 columns it is
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024`, no more than two runs differ by: this sweep
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024`, and less than two sweeps differ by: this one
 # has us at :measured:`layer-norm-fwd-fp16: triton_gallery at 1024` there, the ladder at
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery at 1024`.
 #
