@@ -819,9 +819,9 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1
 #
 # Large products have the same trouble at their end. Their tiles are computed in rounds, one for each multiprocessor,
 # and a last round of a few tiles takes as long as a full one. So on Hopper up to four programs *share* each tile of the
-# last round, if the round is at most half full. Each sums over a part of :math:`K` and leaves its sums in memory, but
-# for the last one. It adds those of the others to its own, always in the same order, and stores the tile. This is how
-# long some products take, in rounds of tiles of 128 × 256:
+# last round, if it is at most half full and not the only one. Each sums over a part of :math:`K` and leaves its sums in
+# memory, but for the last one. It adds those of the others to its own, always in the same order, and stores the tile.
+# This is how long some products take, in rounds of tiles of 128 × 256:
 
 
 def count_rounds(n, n_programs=132):
@@ -1059,8 +1059,8 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of
 # 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
-# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. (To share the 12 would take about as long.) At 1024³
-# one round needs small tiles of 64 × 128, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in
+# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. (By its reckoning, to share the 12 would
+# take longer.) At 1024³ one round needs small tiles of 64 × 128, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in
 # float16 and at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128

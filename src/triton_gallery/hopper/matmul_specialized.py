@@ -33,7 +33,7 @@ from ._gluon import (
 )
 from .exchange import EMPTY, mailboxes
 from .matmul import FLOAT8, is_transposed, matrices
-from .matmul_plan import SECTOR, memory_us, possible_parts, row_bytes, sum_parts, time_us
+from .matmul_plan import _SUM_US, SECTOR, memory_us, possible_parts, row_bytes, sum_parts, time_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
 
@@ -469,7 +469,7 @@ _PART_TILES = (
 )
 _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
 _MAX_SHARING = 4  # programs that may share a tile
-_SHARING_US = 3  # what each of them costs, to hand on its sums
+_SHARING_US = 2.5  # what each of them costs, to hand on its sums
 # Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
 # more it copies for each multiplication: those of 128 columns lose this much more.
 _SPLIT_SECTORS = 0.85
@@ -500,7 +500,8 @@ def _config(
         tile_us = n_consumers * BLOCK_M * block_n * K * itemsize / 2 / (_PER_US * rate)
         n_rounds = n_tiles(choice[0]) // n_places
         if n_sharing > 1:
-            return max((n_rounds + 1 / n_sharing) * tile_us, least_us) + n_sharing * _SHARING_US
+            # The mailboxes are emptied by a kernel of their own.
+            return max((n_rounds + 1 / n_sharing) * tile_us, least_us) + n_sharing * _SHARING_US + _SUM_US
         return time_us(n_tiles(choice[0]), tile_us, n_parts, M * N, device, least_us)
 
     def possible_sharing(tile):
