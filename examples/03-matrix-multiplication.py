@@ -1059,9 +1059,10 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of
 # 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
-# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. (By its reckoning, to share the 12 would
-# take longer.) At 1024³ one round needs small tiles of 64 × 128, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in
-# float16 and at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
+# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. (Its reckoning says that to share the 12 takes longer.)
+# At 1024³ one round needs small tiles of 64 × 128, and we are at
+# :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at
+# :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of clusters of two multiprocessors. We tried both. Triton's shapes are powers of two, so 96 columns are two
