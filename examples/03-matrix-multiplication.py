@@ -1059,7 +1059,7 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of
 # 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
-# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. (Its reckoning says that to share the 12 takes longer.)
+# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. (To share the 12 would take longer, it reckons.)
 # At 1024³ one round needs small tiles of 64 × 128, and we are at
 # :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at
 # :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
