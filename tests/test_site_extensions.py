@@ -442,11 +442,12 @@ def test_run_both_is_in_each_of_the_two_processes_and_shown_once(build):
 def test_figures_are_drawn_again_when_their_page_is_read(tmp_path):
     import run
 
-    figures = tmp_path / "plot_directive" / "guide"
+    figures = tmp_path / "html" / "plot_directive" / "docs" / "guide"
     figures.mkdir(parents=True)
     for name in ("page-1.svg", "page-2.svg", "other-1.svg"):
         (figures / name).touch()
-    run._forget_figures(SimpleNamespace(doctreedir=str(tmp_path / ".doctrees")), "guide/page", [""])
+    app = SimpleNamespace(doctreedir=tmp_path / "html" / ".doctrees", srcdir=tmp_path / "docs", confdir=tmp_path)
+    run._forget_figures(app, "guide/page", [""])
     assert [path.name for path in figures.iterdir()] == ["other-1.svg"]
 
 

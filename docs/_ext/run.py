@@ -114,9 +114,15 @@ def _switch_interpreter_off() -> None:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
+def figures(app, docname: str) -> list[Path]:
+    """Where matplotlib keeps the figures of a page: below its path from the folder of conf.py."""
+    page = os.path.relpath(Path(app.srcdir) / docname, app.confdir)
+    return list((Path(app.doctreedir).parent / "plot_directive").glob(f"{page}-*"))
+
+
 def _forget_figures(app, docname: str, source: list[str]) -> None:
     # matplotlib keeps a figure as long as it is younger than the page.
-    for figure in (Path(app.doctreedir).parent / "plot_directive").glob(f"{docname}-*"):
+    for figure in figures(app, docname):
         figure.unlink()
 
 

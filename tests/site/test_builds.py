@@ -12,6 +12,7 @@ import sys
 import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import gallery
@@ -126,6 +127,19 @@ def test_two_builds_differ_in_measured_times_alone(site, checkout):
     for path in differing:
         one, two = (MEASURED_TIME.sub(b"", (folder / path).read_bytes()) for folder in (site, again))
         assert one == two, f"{path} differs between two builds"
+
+
+def test_the_figures_of_every_page_are_found_to_be_drawn_again(site):
+    run = pytest.importorskip("run")
+    app = SimpleNamespace(doctreedir=site / ".doctrees", srcdir=ROOT / "docs", confdir=ROOT)
+    plotting = [
+        path.relative_to(app.srcdir).with_suffix("")
+        for path in app.srcdir.rglob("*.rst")
+        if re.search(r"^\.\. plot::", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert len(plotting) >= 5
+    for page in plotting:
+        assert run.figures(app, page.as_posix()), page
 
 
 # --- every link leads somewhere ---------------------------------------------------------------------------------------
