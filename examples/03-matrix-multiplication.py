@@ -819,9 +819,10 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1
 #
 # Large products have the same trouble at their end. Their tiles are computed in rounds, one for each multiprocessor,
 # and a last round of a few tiles takes as long as a full one. So on Hopper up to four programs *share* each tile of the
-# last round, if it is at most half full and not the only one. Each sums over a part of :math:`K` and leaves its sums in
-# memory, but for the last one. It adds those of the others to its own, always in the same order, and stores the tile.
-# This is how long some products take, in rounds of tiles of 128 × 256:
+# last round, if that round is at most half full and not the only one. (Batches of products never share.) Each program
+# sums over a part of :math:`K` and leaves its sums in memory, but for the last one. It adds those of the others to its
+# own, always in the same order, and stores the tile. This is how long some products take, in rounds of tiles of
+# 128 × 256:
 
 
 def count_rounds(n, n_programs=132):
@@ -835,10 +836,14 @@ for n in (4352, 5120, 5632, 8192):
     print(f"{n}³: {whole} rounds, {shared:.2f} where programs share")
 
 # %%
-# For this once a program waits for others of its launch, which have to run while it does. They do: programs start in
-# the order of their numbers, and it waits only for lower ones, which wait for nobody. The sums have a price, some
-# microseconds to write and to read them, so the library shares only where the rest of a round is worth more. No size of
-# the other sweeps on this page is such a case, but the ladder's 16384³ is one.
+# At 8192³ the last round has 68 tiles, more than half of 132, and nobody shares.
+#
+# For this once a program waits for others of its launch, which have to run while it does. Nothing promises an order in
+# which programs start, but it does not matter here: those that others wait for wait for nobody, and those that wait are
+# too few to keep them out, at most half as many as there are multiprocessors. (On page two all programs of a row wait
+# for each other, which takes a *cooperative* launch.) The sums have a price, some microseconds to write and to read
+# them, so the library shares only where the rest of a round is worth more. No size of the other sweeps on this page is
+# such a case, but the ladder's 16384³ is one.
 #
 # *Stream-K* :cite:`osama2023streamk` goes further: programs get equal parts of all the work, which begin and end within
 # tiles. We tried this for the last round. A program then works on parts of two tiles, and what the second one cost was
@@ -1053,8 +1058,8 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred multiprocessors,
 # and each walks along :math:`K` in a handful of steps. Such a product takes six or seven microseconds, and one more or
 # less decides: at 512³ our rate is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's in this sweep and
-# :measured:`matmul-ladder-fp16: triton_gallery / torch at 512` in the ladder. Earlier runs, whose numbers the page of
-# benchmarks keeps, were ahead of torch there. What this depends on we do not know.
+# :measured:`matmul-ladder-fp16: triton_gallery / torch at 512` in the ladder. Of the earlier runs, whose numbers the
+# page of benchmarks keeps, a few were ahead of torch there. What this depends on we do not know.
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of

@@ -847,10 +847,10 @@ shapes_report
 # two rows ahead, by the first threads of a program; it joins the sums when the lanes meet.
 #
 # Forward, the first way is that of 128 to 8184 numbers of 16 bits and of up to 1024 of float32. Others have less to
-# gain: they are loaded number by number, until from 24577 on they are cut into parts, and from 8185 on where there are
-# 16 MiB of them. Backward it is that of rows that stay in registers, and on Hopper longer ones have parts, but for
-# those of up to 8192 float32 numbers where there are less than 32 MiB of them. Here are a forward and a backward pass
-# together, over 128 MiB whatever the length.
+# gain: they are loaded number by number. On Hopper they are cut into parts from 24577 on, and from 8185 on where there
+# are 16 MiB of them; other GPUs read the former twice. Backward it is that of rows that stay in registers, and on
+# Hopper longer ones have parts, but for those of up to 8192 float32 numbers where there are less than 32 MiB of them.
+# Here are a forward and a backward pass together, over 128 MiB whatever the length.
 
 
 @tg.benchmark.perf_report(
@@ -890,8 +890,8 @@ odd_report
 
 # %%
 # It does not make up for everything: masks, and the numbers at the ends, take time that a row of 8192 numbers does not
-# need. With 8191, which no longer fit into the blocks of the forward pass and are cut into parts, and whose last vector
-# takes a block of its own in the backward pass, both together run at
+# need. With 8191, which would take a fifth block in the forward pass and are cut into parts instead, and which do take
+# one in the backward pass, both together run at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 8191` of a copy's rate, with 777 at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 777`, and with 5001 at
 # :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 5001`. Against the best other provider, the
@@ -934,9 +934,11 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
 # With longer rows the rate should rise. Up to 10240 columns the curve of the backward pass does: a row lies in five
-# blocks or fewer, and little of them is empty. It drops once, where a fourth block of 2048 has just begun, from
+# blocks or fewer, and little of them is empty. It drops where a fourth block of 2048 has just begun, from
 # :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 columns to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 6656` at 6656, and climbs as this one fills. Beyond 10240 a row and
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 6656` at 6656, climbs as this one fills, and hardly moves where a
+# fifth one begins, from :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192 to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704. Beyond 10240 a row and
 # its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in Gluon): `x`, `dy`
 # and the weight wait in shared memory, from where they can be read twice, and registers hold the sums alone. Up to
 # 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer rows, and those

@@ -7,7 +7,8 @@ run as far ahead as the ring is long, also into the next output tile while the c
 
 Tiles are computed in rounds, one for each multiprocessor. Where the last round has few, up to four programs *share*
 each of its tiles: each sums over a part of K, and the last of them adds up what the others leave in memory. It waits
-for programs with lower numbers, which start earlier and wait for nobody.
+for them, who wait for nobody; and as no more than half of the multiprocessors have a program that waits, there is room
+for all others, in whatever order they start.
 """
 
 import functools
