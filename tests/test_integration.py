@@ -502,6 +502,20 @@ def test_attention_compiled_into_cuda_graphs(head_dim, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2048, 2048, 2048), (2112, 4096, 2496)], ids=["whole tiles", "shared tiles"])
+def test_matmul_compiled_into_cuda_graphs(shape, device):
+    """What a first call allocates and keeps would be memory of the graph."""
+    torch._dynamo.reset()
+    M, K, N = shape
+    compiled = torch.compile(lambda a, b: tg.matmul(a, b, activation="relu"), mode="reduce-overhead")
+    for _ in range(4):
+        a = torch.randn(M, K, device=device, dtype=torch.float16)
+        b = torch.randn(K, N, device=device, dtype=torch.float16)
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(compiled(a, b), tg.matmul(a, b, activation="relu"), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
 @PAIR
 def test_another_stream(pair, device):
     args = inputs(device, (2,))

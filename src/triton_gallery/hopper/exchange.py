@@ -4,7 +4,8 @@ A row that is too long for one multiprocessor fits into several, if a program fo
 and the programs agree on the row's statistics in between. Each writes its two numbers into a mailbox and reads those of
 all parts as soon as they are there: a wait, in which other programs of the multiprocessor work. Who waits for a program
 that does not run waits for ever, so all of them must run at a time. *Cooperative launch* sees to that: the driver
-starts the whole grid together, or refuses where it has no room.
+starts the whole grid together, or refuses where it has no room. (A product needs mailboxes for another kind of parts,
+and no such launch: see ``matmul_specialized``.)
 """
 
 import torch
