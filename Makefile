@@ -23,7 +23,7 @@ DRAFT = $(SPHINX) -A draft=1
 PAGES = $(or $(PAGE),*)
 WORKERS ?= 2
 
-.PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
+.PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record outdated linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
 .DEFAULT_GOAL := help
 
 help:  ## List these commands
@@ -63,6 +63,9 @@ test-triton: $(or $(INSTALLED),check-tests)  ## Compile every kernel with anothe
 	PYTHONPATH=$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH) $(PY) -m pytest -n auto --dist loadgroup tests/test_compilation.py
 
 evidence: $(INSTALLED) check-gpu  ## Test on a GPU, with compute-sanitizer too, and write the tables to tests/records
+	@command -v compute-sanitizer >/dev/null || \
+	  { echo "make evidence: compute-sanitizer, of NVIDIA's CUDA toolkit, is not in the PATH" >&2; exit 1; }
+	rm -rf build/evidence && mkdir -p build/evidence
 	-$(PY) -m pytest -n auto --dist loadgroup -m "not slow" --ignore tests/site --junitxml=build/evidence/tests.xml
 	-$(PY) -m pytest -n auto --dist loadgroup -m slow --ignore tests/site --junitxml=build/evidence/fuzz.xml
 	-for tool in memcheck racecheck initcheck synccheck; do \
@@ -90,6 +93,9 @@ docs/_static/attention.svg: src/triton_gallery/records/nvidia-h200/attention-fwd
 	  report = tg.benchmark.load('attention-fwd-d128-causal-fp16', 'nvidia-h200'); report.plot(); \
 	  plt.savefig('$@', metadata={'Date': None, 'Description': report.provenance()})"
 
+outdated:  ## List the records whose kernels, launch or benchmark changed, and the commands that measure them anew
+	@$(PY) docs/_ext/gallery.py --outdated
+
 linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
 	$(DRAFT) -b linkcheck -D plot_gallery=0 docs build/linkcheck
 
@@ -100,7 +106,9 @@ clean:  ## Remove everything that was built; .venv stays
 
 define measure
 	$(PY) docs/_ext/gallery.py --all build/pages --keep-references
-	for page in build/pages/$(PAGES).py; do TRITON_GALLERY_RECORDS=$(1) $(PY) $$page || exit 1; done
+	failed=; for page in build/pages/$(PAGES).py; do \
+	  TRITON_GALLERY_RECORDS=$(1) $(PY) $$page || failed="$$failed $$page"; done; \
+	  test -z "$$failed" || { echo "make: not measured to the end:$$failed" >&2; exit 1; }
 endef
 
 check-site check-serve check-tests check-gpu: $(INSTALLED)

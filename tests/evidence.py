@@ -84,7 +84,10 @@ def write(path: Path, rows: list[list]) -> None:
 if __name__ == "__main__":
     found, records = map(Path, sys.argv[1:])
     environment = benchmark.environment()
-    folder = records / benchmark.slug(environment["gpu"])
-    write(folder / "tests.csv", tests(sorted(found.glob("*.xml"))))
-    write(folder / "sanitizer.csv", sanitizer(found))
-    write(folder / "environment.csv", [[key, value] for key, value in environment.items()])
+    tables = {
+        "tests": tests(sorted(found.glob("*.xml"))),
+        "sanitizer": sanitizer(found),
+        "environment": [[key, value] for key, value in environment.items()],
+    }
+    for name, rows in tables.items():
+        write(records / benchmark.slug(environment["gpu"]) / f"{name}.csv", rows)

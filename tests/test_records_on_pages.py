@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gallery
 import pytest
+import torch
 
 from triton_gallery import _report, benchmark
 
@@ -163,6 +164,15 @@ def test_a_page_with_code_ends_with_where_it_ran(folder, build):
     assert re.search(r"The code on this page ran on .*, torch .*, triton .*, commit .*, \d{4}-\d\d-\d\d\.", text)
 
 
+def test_on_a_gpu_with_records_of_its_own_a_link_leads_to_them(folder, build, monkeypatch):
+    commit(folder, made_up("NVIDIA Example", 2.0))
+    monkeypatch.setattr(benchmark, "_gpu_name", lambda: "NVIDIA Example")
+    monkeypatch.setattr(benchmark, "_device", lambda: torch.device("cpu"))
+    text, warnings, page, _ = build(f":provenance:`{NAME}`\n\n.. records::\n", "records")
+    assert not warnings and "measured on NVIDIA Example" in text
+    assert f'href="#record-nvidia-example-{NAME}"' in page.partition("measured on")[0]
+
+
 @pytest.mark.parametrize("part", ["kernels", "benchmark"])
 def test_no_page_shows_a_number_whose_text_changed(folder, build, part):
     ours, role = quoted("nvidia-h200"), f"It is :measured:`{NAME}: triton_gallery at {X}` fast.\n\n"
@@ -181,6 +191,15 @@ def test_no_page_shows_a_number_whose_text_changed(folder, build, part):
     assert f"not yet measured since the {part} changed" in after
     assert "torch.compile" in drawn and "torch.compile" not in redrawn
     assert gallery.measured(f"{NAME}: triton_gallery / torch at worst") == "not yet measured"
+
+
+def test_outdated_names_what_measures_a_record_anew(monkeypatch):
+    monkeypatch.setattr(benchmark, "kernel_digests", lambda name: {"kernels": "0" * 16})
+    line = next(line for line in gallery.outdated("vector-add-fp32") if line.startswith("nvidia-h200/"))
+    assert line.startswith("nvidia-h200/vector-add-fp32: not yet measured since the kernels changed;")
+    assert line.endswith("; make record PAGE=01-vector-add")
+    monkeypatch.setattr(benchmark, "kernel_digests", lambda name: {})
+    assert not list(gallery.outdated("vector-add-fp32"))
 
 
 def test_numbers_stay_with_a_note_when_only_the_launch_changed(folder, build):
@@ -323,7 +342,7 @@ def test_every_committed_record_is_of_a_page_and_in_the_table_of_the_home_page()
     assert sorted(rows) == sorted(name for name in names if "-ladder-" not in name and not _report.is_study(name))
     for path in measured.RECORDS.glob("*/*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        assert records._page_of(record), f"{path.name}: no page has {record['inputs'].partition('(')[0]}"
+        assert gallery.page_of(record), f"{path.name}: no page has {record['inputs'].partition('(')[0]}"
 
 
 def test_the_commit_of_every_record_is_in_the_history():

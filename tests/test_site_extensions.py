@@ -297,6 +297,14 @@ def test_fingerprint_follows_the_quoted_module_and_its_records(examples, src):
     assert prints()[0] != changed[0]
 
 
+@pytest.mark.parametrize("name", ["trace.py", "_report.py", "hopper/_gluon.py", "records/gpu/vector-add-fp32.json"])
+def test_fingerprint_follows_what_every_page_prints_with(examples, src, name):
+    before = gallery.fingerprint(examples / "01-one.py", src)
+    (src / "triton_gallery" / name).parent.mkdir(parents=True)
+    (src / "triton_gallery" / name).write_text("{}")
+    assert gallery.fingerprint(examples / "01-one.py", src) != before
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_page_quotes_what_exists(path):
     ast.parse(gallery.generate(path, keep_references=True))

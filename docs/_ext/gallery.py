@@ -15,6 +15,7 @@ A chapter of the guide that measures is a script as well, for a run that measure
 blocks, line by line where it stands in the chapter.
 
     python docs/_ext/gallery.py examples/02-fused-softmax.py     print one generated page
+    python docs/_ext/gallery.py --outdated                       list records that are no longer of what is there
     python docs/_ext/gallery.py --all DEST                       write all of them, and such chapters, into DEST, and
                                                                  remove those there that are no longer
 """
@@ -25,6 +26,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -110,6 +112,20 @@ def report(name: str, gpu: str | None = None):
     digests = [_benchmark(text, function) for text in measuring().values() if f"def {function}(" in text]
     changed = set() if loaded.record["text"]["benchmark"] in digests else {"benchmark"}
     return dataclasses.replace(loaded, changed=loaded.changed | changed)
+
+
+def page_of(record: dict) -> str | None:
+    """The page or chapter that holds a record's benchmark, as ``make record PAGE=`` names it."""
+    function = f"def {record['inputs'].partition('(')[0]}("
+    return next((name for name, text in measuring().items() if function in text), None)
+
+
+def outdated(names: str = "*") -> Iterator[str]:
+    """A line for each record that is no longer of what is there: what changed, and what measures it anew."""
+    for path in sorted(SRC.glob(f"triton_gallery/records/*/{names}.json")):
+        found = report(path.stem, path.parent.name)
+        for status in found.status():
+            yield f"{path.parent.name}/{path.stem}: {status}; make record PAGE={page_of(found.record)}"
 
 
 def measuring() -> dict[str, str]:
@@ -267,6 +283,13 @@ def fingerprint(page: Path, src: Path = SRC) -> str:
     from triton_gallery import __version__
 
     digest = hashlib.sha256(f"{machine()} {first_cell(__version__)}".encode())
+    # What all pages print with, and the records that limits are taken from.
+    package = src / "triton_gallery"
+    tools = [package / f"{name}.py" for name in ("benchmark", "codegen", "trace")]
+    shared = [*tools, *package.glob("_*.py"), *package.glob("hopper/_*.py")]
+    limits = [package.glob(f"records/*/{name}.json") for name in ("vector-add-fp32", "matmul-[bf]*")]
+    for file in sorted(file for file in itertools.chain(shared, *limits) if file.exists()):
+        digest.update(file.read_bytes())
     modules = {_split(name.strip(), src)[0] for name in _QUOTE.findall(page.read_text(encoding="utf-8"))}
     for module in sorted(modules):
         # With the kernels for one GPU, such as hopper/softmax.py.
@@ -414,12 +437,16 @@ def main() -> None:
     parser.add_argument("--all", metavar="DEST", type=Path, help="write every page into the folder DEST")
     keep = "leave :measured: references as they stand, for a run that measures what they refer to"
     parser.add_argument("--keep-references", action="store_true", help=keep)
+    parser.add_argument("--outdated", action="store_true", help="list the records that are no longer of what is there")
     args = parser.parse_args()
-    if (args.page is None) == (args.all is None):
-        parser.error("give one page, or --all DEST")
+    if (args.page is not None) + (args.all is not None) + args.outdated != 1:
+        parser.error("give one page, or --all DEST, or --outdated")
     sys.path.insert(0, str(SRC))
     try:
-        if args.all:
+        if args.outdated:
+            lines = list(outdated())
+            print(*lines, sep="\n", end="\n" if lines else "")
+        elif args.all:
             write_all(args.all, keep_references=args.keep_references)
             chapters = {name: text for name, text in measuring().items() if not (EXAMPLES / f"{name}.py").exists()}
             for name, text in chapters.items():

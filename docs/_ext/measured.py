@@ -16,7 +16,7 @@ from sphinx.addnodes import pending_xref
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from triton_gallery._report import COPY, NOT_YET, is_peer
-from triton_gallery.benchmark import environment
+from triton_gallery.benchmark import environment, slug
 
 RECORDS = SRC / "triton_gallery" / "records"
 NONE_YET = "No measurements are committed yet."
@@ -191,7 +191,7 @@ def _names(app, docname: str, doctree) -> list[str]:
 
 
 def _reference(docname: str, name: str) -> nodes.Node:
-    target = label(gpus(name)[0], name)
+    target = label(slug(report(name).record["gpu"]), name)
     options = {"refdomain": "std", "reftype": "ref", "reftarget": target, "refexplicit": True, "refwarn": True}
     return pending_xref("", nodes.inline("", name, classes=["std", "std-ref"]), refdoc=docname, **options)
 

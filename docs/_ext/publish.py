@@ -1,6 +1,7 @@
 """Publishes a built site: adds it to the versions in a folder that any web server, or none, can show.
 
     python docs/_ext/publish.py build/html DEST 0.2.0
+    python docs/_ext/publish.py --check-tag v0.2.0       fails unless this is the tag of the package's version
 
 A name such as 0.2.0 or v0.2.0 is a tag: once published it is never written again. Any other name is a branch, which is
 replaced. Without a name it is the checkout's tag, or its branch, or the package's version. DEST then holds
@@ -10,6 +11,7 @@ replaced. Without a name it is the checkout's tag, or its branch, or the package
     index.html                        leads to the newest tag, or else to main
     404.html                          the newest tag's
     versions.html versions.js(on)     the list: for readers without scripts, for the pages' scripts, for programs
+    .nojekyll                         tells GitHub Pages to serve folders such as _static
 
 A page knows the versions that were there when it was published, and keeps the reader on the same page of another one.
 With scripts it learns of later ones from versions.js, because a page opened from a disk may not read JSON.
@@ -40,11 +42,12 @@ def publish(site: Path, dest: Path, name: str) -> None:
         raise ValueError(f"{site} holds no site; make html builds one")
     if 'class="version-banner draft"' in (site / "index.html").read_text(encoding="utf-8"):
         raise ValueError(f"{site} is a draft; make html builds what can be published")
-    if kind_of(name) == "tag" and (dest / name).exists():
-        raise ValueError(f"{name} is published already, and a published tag never changes; publish a new one")
-
     known = dest / "versions.json"
     versions = json.loads(known.read_text(encoding="utf-8"))["versions"] if known.exists() else []
+    # A folder that is not listed was left by a run that somebody stopped.
+    if kind_of(name) == "tag" and any(version["name"] == name for version in versions):
+        raise ValueError(f"{name} is published already, and a published tag never changes; publish a new one")
+
     # Beside its place, and moved there when it is complete.
     new = dest / f".{name}.new"
     shutil.rmtree(new, ignore_errors=True)
@@ -78,6 +81,7 @@ def _write_root(dest: Path, versions: list[dict]) -> None:
         "versions.js": f"window.GALLERY_VERSIONS = {listed};\n",
         "versions.html": _root_page("Versions", _list(versions, "index.html", "", None)),
         "index.html": _root_page("Triton Gallery", moved, refresh),
+        ".nojekyll": "",
     }
     for name, text in files.items():
         (dest / name).write_text(text, encoding="utf-8")
@@ -175,18 +179,34 @@ def name_of_checkout() -> str:
         done = subprocess.run(command.split(), capture_output=True, text=True)
         if done.returncode == 0:
             return done.stdout.strip().replace("/", "-")
+    return _package_version()
+
+
+def _package_version() -> str:
     init = Path(__file__).resolve().parents[2] / "src" / "triton_gallery" / "__init__.py"
     return re.search(r'^__version__ = "(.+)"$', init.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 
+def check_tag(name: str, version: str) -> None:
+    """Refuse a tag that is not the one of the package's version, which the notebooks of this version install."""
+    tag = _TAG.fullmatch(name)
+    if not tag or name[0] != "v" or tag[1] + (tag[2] or "").replace(".", "") != version:
+        raise ValueError(f"the package's version is {version}, and its tag v{version}, got {name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Add a built site to the versions in a folder.")
-    parser.add_argument("site", type=Path, help="what make html built")
-    parser.add_argument("dest", type=Path, help="the folder that holds all versions")
+    parser.add_argument("site", type=Path, nargs="?", help="what make html built")
+    parser.add_argument("dest", type=Path, nargs="?", help="the folder that holds all versions")
     parser.add_argument("version", nargs="?", help="its name; without one, the checkout's tag or branch")
+    parser.add_argument("--check-tag", metavar="TAG", help="only check that it is the tag of the package's version")
     args = parser.parse_args()
+    if not args.check_tag and args.dest is None:
+        parser.error("site and dest are missing")
     name = args.version or name_of_checkout()
     try:
+        if args.check_tag:
+            return check_tag(args.check_tag, _package_version())
         publish(args.site, args.dest, name)
     except ValueError as error:
         sys.exit(f"publish: {error}")

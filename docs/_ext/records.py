@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 
 from docutils import nodes
-from gallery import measuring, report
+from gallery import page_of, report
 from measured import NONE_YET, RECORDS, gpus, label, list_table, note_record, tab_set
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
@@ -110,7 +110,7 @@ class Records(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(tab_set(tabs)))
 
     def _one(self, gpu: str, name: str, found) -> list[str]:
-        r, page = found.record, _page_of(found.record)
+        r, page = found.record, page_of(found.record)
         table = _published(found._repr_html_(), self.env.current_document.docname)
         lines = ["", f".. _{label(gpu, name)}:", "", f".. rubric:: {r['title']}", ""]
         explained = [docname for docname in sorted(self.env.found_docs) if page and f"/{page}/" in f"/{docname}/"]
@@ -143,11 +143,6 @@ def _summary(gpu: str, found: dict) -> list[str]:
             ratios = (one.quote("triton_gallery", "peers", at) for at in ("worst", "median", "best"))
         rows.append((title, *ratios, one.record["date"]))
     return list_table(rows, "measured", "summary")
-
-
-def _page_of(record: dict) -> str | None:
-    function = f"def {record['inputs'].partition('(')[0]}("
-    return next((name for name, text in measuring().items() if function in text), None)
 
 
 def alt(found) -> str:

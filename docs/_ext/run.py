@@ -28,7 +28,7 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.parsers.rst import directives
-from gallery import machine, script
+from gallery import SRC, machine, script
 from sphinx.util.docutils import SphinxDirective
 
 
@@ -40,6 +40,9 @@ class Run(SphinxDirective):
         self.assert_has_content()
         source = "\n".join(self.content)
         file, line = f"{self.content.source(0)}:{self.content.offset(0) + 1}", self.content.offset(0)
+        # What a page shows depends on the whole package.
+        for path in SRC.glob("triton_gallery/**/*.py"):
+            self.env.note_dependency(str(path))
         output, failure = self._execute(source, file, line)
         if failure:
             # Read again next time, so that the build keeps failing until it is mended.

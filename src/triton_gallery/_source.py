@@ -1,7 +1,7 @@
 """What a benchmark's figures depend on, as digests of source text, by which a record knows that it is out of date.
 
-A digest covers code alone: comments, docstrings and layout may change freely. Argument checks, gradients and the host
-code that all operations share lie above what is digested here.
+A digest covers code alone: comments, docstrings and layout may change freely. Argument checks, gradients, the choice
+between kernels and the host code that all operations share lie above what is digested here.
 """
 
 import ast

@@ -8,8 +8,6 @@ from pathlib import Path
 import gallery
 import pytest
 
-import records
-
 EXAMPLES = sorted(gallery.EXAMPLES.glob("[0-9][0-9]-*.py"))
 RECORDS = sorted((gallery.SRC / "triton_gallery" / "records").glob("*/*.json"))
 GUIDE = sorted((gallery.ROOT / "docs").glob("**/*.rst"))
@@ -39,7 +37,7 @@ def test_a_page_of_the_gallery_ends_with_where_it_ran(site, example):
 def test_every_figure_and_table_links_its_data_and_the_command(site, example):
     name = f"getting-started/tutorials/{example.stem}"
     page = read(site, name)
-    names = [path.stem for path in RECORDS if records._page_of(json.loads(path.read_text("utf-8"))) == example.stem]
+    names = [path.stem for path in RECORDS if gallery.page_of(json.loads(path.read_text("utf-8"))) == example.stem]
     links = re.findall(r'<a download="([^"]*)" href="([^"]*)">[^<]*</a>', page)
     # Each has a figure and a table.
     files = [f"{name}.{suffix}" for name in names for suffix in ("csv", "json")]

@@ -84,10 +84,24 @@ def test_a_version_is_added_and_nothing_else_is_touched(sites, tmp_path):
         after = contents(tmp_path)
         changed = {path for path in before | after if before.get(path) != after.get(path)}
         roots = {path.partition("/")[0] for path in changed}
-        assert roots <= {name, "stable", "index.html", "versions.html", "versions.js", "versions.json"}
+        assert roots <= {name, "stable", ".nojekyll", "index.html", "versions.html", "versions.js", "versions.json"}
         assert ("stable" in roots) == (name != "main")
         before = after
     assert contents(tmp_path / "stable") == contents(tmp_path / "v0.2.0")
+
+
+def test_a_tag_is_that_of_the_packages_version():
+    for tag, version in (("v0.2.0", "0.2.0"), ("v1.1.0-rc.1", "1.1.0rc1"), ("v1.1.0rc1", "1.1.0rc1")):
+        publish.check_tag(tag, version)
+    for tag in ("v0.2.1", "0.2.0", "v0.2.0.post1", "v0.2.0rc1", "v0.2", "main"):
+        with pytest.raises(ValueError, match=f"its tag v0.2.0, got {tag}"):
+            publish.check_tag(tag, "0.2.0")
+
+
+def test_a_tag_whose_publication_was_stopped_can_be_published(sites, tmp_path):
+    (tmp_path / "v0.1.0").mkdir()
+    publish.publish(sites["v0.1.0"], tmp_path, "v0.1.0")
+    assert (tmp_path / "v0.1.0" / "index.html").exists() and (tmp_path / ".nojekyll").exists()
 
 
 def test_a_published_tag_is_never_written_again(sites, tmp_path):
