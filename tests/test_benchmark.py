@@ -1,6 +1,7 @@
 """Benchmarks with a GPU that is made up: every figure below is arithmetic, none is a measurement."""
 
 import dataclasses
+import functools
 import importlib.resources
 import json
 import math
@@ -285,12 +286,22 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({"line_names": ["ours", "torch"]}, {}, ValueError, "line_names must name each value"),
         ({"line_vals": ["triton_gallery"]}, {}, ValueError, "line_names must name each value"),
         ({}, {"limit": "matmul-fp16"}, ValueError, "limit must be one of copy for GB/s, got 'matmul-fp16'"),
-        ({}, {"rounds": 0}, ValueError, "rounds must be at least 1, got 0"),
+        ({}, {"rounds": 0}, ValueError, "rounds must be an int of at least 1, got 0"),
+        ({}, {"rounds": 1.5}, ValueError, "rounds must be an int of at least 1, got 1.5"),
+        ({}, {"limit": ["copy"]}, ValueError, "limit must be one of copy for GB/s, got ['copy']"),
+        ({"plot_name": None}, {}, TypeError, "plot_name must be a str, got NoneType"),
+        ({"line_names": None}, {}, TypeError, "line_names and line_vals must be lists"),
     ],
 )
 def test_perf_report_refuses(changes, options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         benchmark.perf_report(make_benchmark(**changes), title="Softmax", **options)
+
+
+@pytest.mark.parametrize("fn", [None, functools.partial(print)], ids=["none", "partial"])
+def test_perf_report_refuses_to_decorate_what_is_no_function(fn):
+    with pytest.raises(TypeError, match=f"must be a function, got {type(fn).__name__}"):
+        benchmark.perf_report(make_benchmark(), title="Softmax")(fn)
 
 
 def test_perf_report_refuses_a_list_of_benchmarks():

@@ -229,6 +229,15 @@ def test_one_target_needs_no_list():
         codegen.inspect(copy, empty(2048), targets="cuda")
     with pytest.raises(ValueError, match='inspect: targets must be names such as "sm_90" or "gfx942", got 90'):
         codegen.inspect(copy, empty(2048), targets=90)
+    with pytest.raises(ValueError, match="inspect: targets must name one target or more, got none"):
+        codegen.inspect(copy, empty(2048), targets=[])
+
+
+def test_a_kernel_is_not_what_launches_it():
+    kernel = triton_gallery.vector_add._add_kernel
+    for given in (kernel, triton.autotune([triton.Config({})], key=[])(kernel)):
+        with pytest.raises(TypeError, match="inspect: function must be one that launches kernels, got the kernel _add"):
+            codegen.inspect(given, empty(2048))
 
 
 def test_refuses_a_function_without_an_importable_name():

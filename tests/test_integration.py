@@ -159,12 +159,12 @@ def test_gradient_of_a_gradient(name, device):
     assert_same(second, PAIRS[name], *inputs(device))
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "attention"])
-def test_gradient_of_a_gradient_that_is_not_there_says_so(name, device):
+@pytest.mark.parametrize(("name", "named"), [("layer_norm", "layer_norm or rms_norm"), ("attention", "attention")])
+def test_gradient_of_a_gradient_that_is_not_there_says_so(name, named, device):
     def first(x, y, w):
         return grad(lambda x: PAIRS[name][0](x, y, w).square().sum())(x).square().sum()
 
-    with pytest.raises(NotImplementedError, match=f"^{name}: torch.func can differentiate it once"):
+    with pytest.raises(NotImplementedError, match=f"^{named}: torch.func can differentiate it once"):
         grad(first)(*inputs(device))
 
 
@@ -191,10 +191,38 @@ def test_forward_mode_in_an_incoming_gradient_is_refused(name, device):
             torch.autograd.grad(out, x, dual)
 
 
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_flops_of_matmul_are_counted(activation, device):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    a = torch.randn(3, 8, 5, device=device, requires_grad=True)
+    b = torch.randn(5, 7, device=device, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        out = tg.matmul(a, b, activation=activation)
+        torch.autograd.grad(out.sum(), (a, b))
+    assert counter.get_total_flops() == 3 * (2 * 3 * 8 * 5 * 7)
+
+
+def test_flops_of_attention_are_those_that_torch_counts(device):
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    shapes = (2, 4, 6, 16), (2, 2, 9, 16), (2, 2, 9, 8)
+    leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    with FlopCounterMode(display=False) as counter:
+        out = tg.attention(*leaves, enable_gqa=True)
+    assert counter.get_total_flops() == sdpa_flop_count(*shapes)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(out.sum(), leaves)
+    assert counter.get_total_flops() == sdpa_backward_flop_count(tuple(out.shape), *shapes)
+
+
 @PAIR
 def test_hessian_says_what_is_not_there(pair, device):
     x, y, w = inputs(device)
-    with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"^[a-z_]+( or rms_norm)?(?<!_fwd)(?<!_bwd): forward-mode differentiation is not supported",
+    ):
         hessian(lambda x: pair[0](x, y, w).square().sum())(x)
 
 

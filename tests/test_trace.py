@@ -308,8 +308,13 @@ def test_trace_refuses_what_is_no_kernel(device):
         tg.trace(tuned, (1,), x, x, 8)
     with pytest.raises(TypeError, match="grid must be a tuple or a function, got int"):
         tg.trace(_copy_kernel, 1, x, x, 8, BLOCK=8)
-    with pytest.raises(TypeError, match="missing a required argument: 'BLOCK'"):
+    with pytest.raises(
+        TypeError, match="trace: the arguments must fit _copy_kernel: missing a required argument: 'BLOCK'"
+    ):
         tg.trace(_copy_kernel, (1,), x, x, 8)
+    with pytest.raises(TypeError, match="trace: _copy_kernel has no argument BLOK"):
+        tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, BLOK=8)
+    tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, num_warps=2, num_stages=1, waves_per_eu=1)
     with pytest.raises(ValueError, match="watch must name variables that the kernel sets, got total"):
         tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, watch=("offsets", "total"))
     with pytest.raises(ValueError, match="argument must be one of x_ptr, out_ptr, got 'y_ptr'"):

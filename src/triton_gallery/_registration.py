@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from ._arguments import is_plain, is_tracing, is_transformed, needs_autograd, refuse_forward_mode, refuse_tangents
 from ._launch import recording
@@ -24,7 +25,13 @@ def apply(function: type[torch.autograd.Function], *args):
     return output
 
 
-def operator(fake: Callable, vmap: Callable | None = None, varying: int | None = None, tf32: bool = False) -> Callable:
+def operator(
+    fake: Callable,
+    vmap: Callable | None = None,
+    varying: int | None = None,
+    tf32: bool = False,
+    flops: Callable | None = None,
+) -> Callable:
     """Register a launcher as ``torch.ops.triton_gallery.<name>`` without a cost for eager calls.
 
     Args:
@@ -33,6 +40,8 @@ def operator(fake: Callable, vmap: Callable | None = None, varying: int | None =
             one they are made one after another.
         varying: the position of an argument that is another one at each call, as in `replayed`.
         tf32: whether torch's precision of float32 products makes a difference.
+        flops: the operations that ``torch.utils.flop_counter`` is to count; takes the shapes of the launcher's tensors
+            in their places.
 
     ``torch.compile`` and other tracers see one opaque operator, and torch resolves what is no plain tensor; an eager
     call goes straight to the launcher, because the dispatcher would cost more host time than the launch. The launcher's
@@ -43,6 +52,8 @@ def operator(fake: Callable, vmap: Callable | None = None, varying: int | None =
         name = launcher.__name__.removeprefix("_")
         registered = torch.library.custom_op(f"triton_gallery::{name}", launcher, mutates_args=())
         registered.register_fake(fake)
+        if flops:
+            register_flop_formula(getattr(torch.ops.triton_gallery, name))(lambda *args, **_: flops(*args))
         overload = getattr(torch.ops.triton_gallery, name).default
 
         @functools.wraps(launcher)
@@ -82,6 +93,11 @@ def _is_functionalized() -> bool:
     return is_transformed() and functorch.peek_interpreter_stack().key() == functorch.TransformType.Functionalize
 
 
+def _public_name(op: Callable) -> str:
+    name = op.__name__.removeprefix("_").removesuffix("_bwd").removesuffix("_fwd")
+    return {"layer_norm": "layer_norm or rms_norm"}.get(name, name)
+
+
 def _transformed(op: Callable, rule: Callable) -> type:
     """The operator for the transforms of ``torch.func``.
 
@@ -100,14 +116,14 @@ def _transformed(op: Callable, rule: Callable) -> type:
         @staticmethod
         def backward(ctx, *grads):
             # Only a gradient's operator has none of its own.
-            name = op.__name__.removeprefix("_").removesuffix("_bwd")
+            name = _public_name(op)
             raise NotImplementedError(
                 f"{name}: torch.func can differentiate it once; for a second derivative use torch.nn.functional's"
             )
 
         @staticmethod
         def jvp(ctx, *tangents):
-            refuse_forward_mode(op.__name__.removeprefix("_"))
+            refuse_forward_mode(_public_name(op))
 
         vmap = staticmethod(rule)
 

@@ -805,7 +805,12 @@ def _vmap(op, n_tensors, info, in_dims, *args):
     return tuple(x.unflatten(0, tensors[0].shape[:2]) for x in outputs), 0
 
 
-@operator(fake=_empty_forward, vmap=lambda *args: _vmap(_attention_fwd, 3, *args), tf32=True)
+def _flops_forward(q, k, v, *_):
+    # As torch counts its own attention: masks save nothing.
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+@operator(fake=_empty_forward, vmap=lambda *args: _vmap(_attention_fwd, 3, *args), tf32=True, flops=_flops_forward)
 def _attention_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, lower: int | None, upper: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -915,7 +920,12 @@ def _empty_backward(
     return _empty_as(q, q.shape[-1]), _empty_as(k, k.shape[-1]), _empty_as(v, v.shape[-1])
 
 
-@operator(fake=_empty_backward, vmap=lambda *args: _vmap(_attention_bwd, 7, *args), tf32=True)
+def _flops_backward(dout, dlse, q, k, v, *_):
+    # The scores again, dQ and dK from them, and dP and dV.
+    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
+
+
+@operator(fake=_empty_backward, vmap=lambda *args: _vmap(_attention_bwd, 7, *args), tf32=True, flops=_flops_backward)
 def _attention_bwd(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, scale: float, lower: int | None, upper: int | None,

@@ -341,15 +341,25 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     # More is better in both units: ratios, bold figures and the word "slower" rely on it.
     if benchmark.ylabel not in LIMITS.values():
         raise ValueError(f"perf_report: ylabel must be GB/s or TFLOP/s, got {benchmark.ylabel!r}")
+    if not isinstance(benchmark.plot_name, str):
+        raise TypeError(f"perf_report: plot_name must be a str, got {type(benchmark.plot_name).__name__}")
+    if not all(isinstance(names, list | tuple) for names in (benchmark.line_names, benchmark.line_vals)):
+        raise TypeError("perf_report: line_names and line_vals must be lists")
     ours = is_study(benchmark.plot_name) or OURS in benchmark.line_names
     if not ours or len(benchmark.line_names) != len(benchmark.line_vals):
         raise ValueError(f"perf_report: line_names must name each value, one {OURS!r}, got {benchmark.line_names}")
-    if limit is not None and LIMITS.get(limit) != benchmark.ylabel:
+    if limit is not None and (not isinstance(limit, str) or LIMITS.get(limit) != benchmark.ylabel):
         kinds = ", ".join(kind for kind, unit in LIMITS.items() if unit == benchmark.ylabel)
         raise ValueError(f"perf_report: limit must be one of {kinds} for {benchmark.ylabel}, got {limit!r}")
-    if rounds < 1:
-        raise ValueError(f"perf_report: rounds must be at least 1, got {rounds}")
-    return lambda fn: PerfReport(fn, benchmark, title, limit, rounds)
+    if not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"perf_report: rounds must be an int of at least 1, got {rounds!r}")
+
+    def decorate(fn: Callable) -> PerfReport:
+        if not callable(fn) or not hasattr(fn, "__name__"):
+            raise TypeError(f"perf_report: what it decorates must be a function, got {type(fn).__name__}")
+        return PerfReport(fn, benchmark, title, limit, rounds)
+
+    return decorate
 
 
 @dataclass(frozen=True)

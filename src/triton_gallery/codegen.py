@@ -23,6 +23,7 @@ from inspect import getsourcelines
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import KernelInterface
 
 from . import _launch
 from ._arguments import allows_tf32
@@ -202,6 +203,8 @@ def inspect(
         128
     """
     targets = _names(targets)
+    if not targets:
+        raise ValueError("inspect: targets must name one target or more, got none")
     (outcomes,) = _compile(_pack([(function, args, kwargs, backward)], targets))
     for target, outcome in zip(targets, outcomes, strict=True):
         if isinstance(outcome, str):
@@ -356,6 +359,10 @@ def _pack(
             rule = "targets must be names" if op == "inspect" else "target must be a name"
             raise ValueError(f'{op}: {rule} such as "sm_90" or "gfx942", got {target!r}')
     for function, *_ in calls:
+        if isinstance(function, KernelInterface):
+            while isinstance(function, KernelInterface):
+                function = function.fn
+            raise TypeError(f"{op}: function must be one that launches kernels, got the kernel {_name(function)}")
         if not callable(function):
             raise TypeError(f"{op}: function must be callable, got {type(function).__name__}")
         named = function

@@ -1020,7 +1020,7 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
         eps = torch.finfo(_compute_dtype(x)).eps
     eps = number(eps)
     if isinstance(eps, bool) or not isinstance(eps, NUMBERS):
-        hint = "; RMS norm has no bias" if op == "rms_norm" and isinstance(eps, torch.Tensor) else ""
+        hint = "; RMS norm has no bias" if op == "rms_norm" and isinstance(eps, torch.Tensor) and eps.ndim > 0 else ""
         raise TypeError(f"{op}: eps must be a Python number, got {type(eps).__name__}{hint}")
     # NaN alone differs from itself; torch.compile cannot trace math.isnan of a number that it treats as dynamic.
     if eps != eps:

@@ -331,7 +331,11 @@ def _vmap(op, info, in_dims, a, b, bias, *options):
     return op(*aligned_batches((a, b), in_dims[:2]), bias, *options), 0
 
 
-@operator(fake=_empty_output, vmap=lambda *args: _vmap(_matmul, *args), tf32=True)
+def _flops(a, b, *_):
+    return 2 * math.prod(broadcast(a[:-2], b[:-2])) * a[-2] * a[-1] * b[-1]
+
+
+@operator(fake=_empty_output, vmap=lambda *args: _vmap(_matmul, *args), tf32=True, flops=_flops)
 def _matmul(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None, precision: str | None
 ) -> torch.Tensor:
@@ -344,7 +348,7 @@ def _empty_outputs(*args) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_output(*args), _empty_output(*args)
 
 
-@operator(fake=_empty_outputs, vmap=lambda *args: _vmap(_matmul_and_pre, *args), tf32=True)
+@operator(fake=_empty_outputs, vmap=lambda *args: _vmap(_matmul_and_pre, *args), tf32=True, flops=_flops)
 def _matmul_and_pre(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None, precision: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

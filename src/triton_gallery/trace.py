@@ -13,12 +13,13 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.backends import backends
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
@@ -29,6 +30,14 @@ from ._launch import interpreter_lock, launch_interpreted
 _ADDRESS_BITS = 48  # what a process can address; the bits above are free
 _ADDRESS = np.uint64(2**_ADDRESS_BITS - 1)
 _LOADS, _STORES = ("load", "atomic"), ("store", "atomic")
+# What a launch may say to the compiler beside the kernel's own arguments, such as num_warps.
+_OPTIONS = {
+    option.name
+    for backend in backends.values()
+    for kind in vars(sys.modules[backend.compiler.__module__]).values()
+    if is_dataclass(kind)
+    for option in fields(kind)
+}
 
 
 # --- what a reader gets -----------------------------------------------------------------------------------------------
@@ -234,7 +243,13 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
     if not callable(grid) and not isinstance(grid, tuple | list):
         raise TypeError(f"trace: grid must be a tuple or a function, got {type(grid).__name__}")
     signature = inspect.signature(kernel.fn)
-    bound = signature.bind(*args, **{name: value for name, value in meta.items() if name in signature.parameters})
+    unknown = sorted(meta.keys() - signature.parameters.keys() - _OPTIONS)
+    if unknown:
+        raise TypeError(f"trace: {kernel.fn.__name__} has no argument {unknown[0]}")
+    try:
+        bound = signature.bind(*args, **{name: value for name, value in meta.items() if name not in _OPTIONS})
+    except TypeError as error:
+        raise TypeError(f"trace: the arguments must fit {kernel.fn.__name__}: {error}") from None
     bound.apply_defaults()
     grid = grid(dict(bound.arguments)) if callable(grid) else grid
     try:
