@@ -845,10 +845,10 @@ for n in (4352, 5120, 5632, 8192):
 # them, so the library shares only where the rest of a round is worth more. No size of the other sweeps on this page is
 # such a case, but the ladder's 16384³ is one.
 #
-# *Stream-K* :cite:`osama2023streamk` goes further: programs get equal parts of all the work, which begin and end within
-# tiles. We tried this for the last round. A program then works on parts of two tiles, and what the second one cost was
-# more than the equal parts gained, unless the round was more than half full. There it was quicker than not to share at
-# some of the sizes that we tried. (These trials stand in no record.)
+# *Stream-K*, which the references name, goes further: programs get equal parts of all the work, which begin and end
+# within tiles. We tried this for the last round. A program then works on parts of two tiles, and what the second one
+# cost was more than the equal parts gained, unless the round was more than half full. There it was quicker than not to
+# share at some of the sizes that we tried. (These trials stand in no record.)
 #
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
