@@ -93,7 +93,7 @@ docs/_static/attention.svg: src/triton_gallery/records/nvidia-h200/attention-fwd
 	  report = tg.benchmark.load('attention-fwd-d128-causal-fp16', 'nvidia-h200'); report.plot(); \
 	  plt.savefig('$@', metadata={'Date': None, 'Description': report.provenance()})"
 
-outdated:  ## List the records whose kernels, launch or benchmark changed, and the commands that measure them anew
+outdated: $(INSTALLED)  ## List the records whose kernels, launch or benchmark changed, and the commands that measure them anew
 	@$(PY) docs/_ext/gallery.py --outdated
 
 linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
