@@ -818,11 +818,27 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1
 # works, and waits on the GPU until it may read (*programmatic dependent launch*): then no launch lies between the two.
 #
 # Large products have the same trouble at their end. Their tiles are computed in rounds, one for each multiprocessor,
-# and a last round of a few tiles takes as long as a full one. So on Hopper up to four programs *share* each tile of the
-# last round, if that round is at most half full and not the only one. (Batches of products never share.) Each program
-# sums over a part of :math:`K` and leaves its sums in memory, but for the last one. It adds those of the others to its
-# own, always in the same order, and stores the tile. This is how long some products take, in rounds of tiles of
-# 128 × 256:
+# and a last round of a few tiles takes as long as a full one. So on Hopper several programs *share* each tile of the
+# last round, if that round is at most half full and not the only one. There are two ways.
+#
+# They can divide the rows of the tile. Each then computes the 64 rows that are otherwise one consumer's, and stores
+# them; no sum changes. But half a tile takes more than half the time, because it still needs all columns of :math:`B`:
+
+
+def bytes_per_cycle(rows, cols, products_per_cycle=2048):  # of 16-bit numbers, in each multiprocessor of Hopper
+    return 2 * (rows + cols) * products_per_cycle / (rows * cols)
+
+
+for tile in ((128, 256), (192, 128), (64, 256), (64, 128)):
+    print("{} × {}: {:.0f} bytes from L2 in each cycle".format(*tile, bytes_per_cycle(*tile)))
+
+# %%
+# That is what a tile asks for at the full rate of the matrix unit. Pieces of 64 rows ask for far more than whole tiles,
+# and reached 0.57 to 0.72 of the best tile's rate when we tried them. (No record holds that.)
+#
+# Or each program sums over a part of :math:`K`. (Batches of products never do.) All but one leave their sums in memory;
+# the last one adds those of the others to its own, always in the same order, and stores the tile. Up to four programs
+# share one tile in this way. This is how long some products take, in rounds of tiles of 128 × 256:
 
 
 def count_rounds(n, n_programs=132):
@@ -833,7 +849,7 @@ def count_rounds(n, n_programs=132):
 
 for n in (4352, 5120, 5632, 8192):
     whole, shared = count_rounds(n)
-    print(f"{n}³: {whole} rounds, {shared:.2f} where programs share")
+    print(f"{n}³: {whole} rounds, {shared:.2f} where programs share K")
 
 # %%
 # At 8192³ the last round has 68 tiles, more than half of 132, and nobody shares.
@@ -842,8 +858,8 @@ for n in (4352, 5120, 5632, 8192):
 # which programs start, but it does not matter here: those that others wait for wait for nobody, and those that wait are
 # too few to keep them out, at most half as many as there are multiprocessors. (On page two all programs of a row wait
 # for each other, which takes a *cooperative* launch.) The sums have a price, some microseconds to write and to read
-# them, so the library shares only where the rest of a round is worth more. No size of the other sweeps on this page is
-# such a case, but the ladder's 16384³ is one.
+# them. So the library divides :math:`K` where it is long, and rows where it is short: a round of :math:`K = 1024` takes
+# no longer than that price.
 #
 # *Stream-K*, which the references name, goes further: programs get equal parts of all the work, which begin and end
 # within tiles. We tried this for the last round. A program then works on parts of two tiles, and what the second one
@@ -958,6 +974,87 @@ reports["matmul-gelu-fp16"].plot()
 # %%
 
 reports["matmul-gelu-fp16"]
+
+# %%
+# Products drawn by lot
+# ---------------------
+#
+# Whoever chooses the sizes can choose kind ones, so here are 48 that nobody chose. Each side is 16 times a power of two
+# whose exponent is drawn between 0 and 10, rounded to a multiple of 16. In a quarter of the products both matrices lie
+# in memory as they are ("nn"); in the others :math:`B` lies transposed ("nt"), or :math:`A` ("tn"), or both do ("tt").
+
+import random
+import statistics
+
+lots = random.Random(0)
+drawn = {}
+for layout in 12 * ("nn", "nt", "tn", "tt"):
+    M, N, K = (16 * round(2 ** lots.uniform(0, 10)) for _ in "MNK")
+    drawn[2 * M * N * K / 1e9] = M, N, K, layout
+
+
+def draw_matrix(n_rows, n_cols, transposed):
+    if transposed == "t":
+        return draw_matrix(n_cols, n_rows, "n").T
+    return torch.randn(n_rows, n_cols, device=DEVICE, dtype=torch.float16)
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["operations"],
+        x_vals=sorted(drawn),
+        x_log=True,
+        y_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch"],
+        line_names=["triton_gallery", "torch"],
+        xlabel="billion operations",
+        ylabel="TFLOP/s",
+        plot_name="matmul-drawn-fp16",
+        args={},
+    ),
+    title="48 products of any shape, float16",
+    limit="matmul-fp16",
+    rounds=3,
+)
+def bench_drawn_matmul(operations, provider):
+    M, N, K, (a_transposed, b_transposed) = drawn[operations]
+    a, b = draw_matrix(M, K, a_transposed), draw_matrix(K, N, b_transposed)
+    multiply = {"triton_gallery": tg.matmul, "torch": torch.matmul}[provider]
+    return tg.benchmark.tflops(2 * M * N * K, tg.benchmark.measure(lambda: multiply(a, b)))
+
+
+report_drawn = bench_drawn_matmul.run()
+report_drawn.plot()
+
+# %%
+# The line jumps because neighbours have nothing in common but the number of their operations: a thin product waits for
+# memory, and a cube does not. So we look at the quotient.
+
+ours, torchs = report_drawn.series("triton_gallery"), report_drawn.series("torch")
+ratios = {operations: ours[operations] / torchs[operations] for operations in drawn}
+
+figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+figure.suptitle(f"Our rate over torch's on the {report_drawn.record['gpu']}: 48 products of any shape, float16")
+markers = {"nn": ("#0072B2", "o"), "nt": ("#D55E00", "s"), "tn": ("#009E73", "D"), "tt": ("#CC79A7", "^")}
+for layout, (color, marker) in markers.items():
+    of_layout = [operations for operations in drawn if drawn[operations][3] == layout]
+    ax.scatter(of_layout, [ratios[x] for x in of_layout], color=color, marker=marker, label=layout)
+ax.axhline(1, color="#555555", linestyle=":", linewidth=1.5)
+ax.set(xscale="log", xlabel="billion operations", ylabel="triton_gallery / torch")
+ax.legend(title="layout")
+plt.show()
+
+small, large = ([ratio for x, ratio in ratios.items() if (x < 1) == is_small] for is_small in (True, False))
+for name, some in (("all", [*ratios.values()]), ("below a billion operations", small), ("from there on", large)):
+    print(f"{name}: {len(some)} products, geometric mean {statistics.geometric_mean(some):.3f}, lowest {min(some):.3f}")
+print("the lowest five:")
+for operations in sorted(ratios, key=ratios.get)[:5]:
+    print("{:6} × {:5} × {:5} {}  {:.3f}".format(*drawn[operations], ratios[operations]))
+
+# %%
+
+report_drawn
 
 # %%
 # Float32 on a matrix unit that takes 16 bits

@@ -971,15 +971,16 @@ def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout, monkeypat
 
 @pytest.fixture
 def force_sharing(specialized, monkeypatch):
-    """Makes n programs share each tile of the last round."""
+    """Makes n programs share each tile of the last round, by its rows or by K."""
     if num_multiprocessors(DEVICE) != 132:
         pytest.skip("the sizes are for 132 multiprocessors")
     monkeypatch.setattr(specialized, "_PART_TILES", ())
-    monkeypatch.setattr(specialized, "_SHARING_US", -1e6)
 
-    def force(tile, n_sharing):
+    def force(tile, n_sharing, by_rows):
         monkeypatch.setattr(specialized, "_TILES", (tile, tile))
-        monkeypatch.setattr(specialized, "_MAX_SHARING", n_sharing)
+        monkeypatch.setattr(specialized, "_MAX_SHARING", 1 if by_rows else n_sharing)
+        monkeypatch.setattr(specialized, "_ALONE", dict.fromkeys((256, 128), 1e6 if by_rows else 1e-6))
+        monkeypatch.setattr(specialized, "_SHARING_US", -1e6)
 
     return force
 
@@ -998,9 +999,9 @@ def test_every_tile_that_programs_share(specialized, force_sharing, tile, layout
     expected, before = torch_matmul(*wide, "gelu"), torch_matmul(*wide)
     a, b = (matmul_plan._aligned(x, 16) for x in (a, b))
     tiles = specialized._TILES
-    for n_sharing in (2, 3, 4):
-        force_sharing(tiles[tile], n_sharing)
-        assert specialized._config(M, N, K, 1, 2, False, True, DEVICE)[:2] == (1, n_sharing)
+    for n_sharing, by_rows in ((2, False), (3, False), (4, False), (tiles[tile][0], True)):
+        force_sharing(tiles[tile], n_sharing, by_rows)
+        assert specialized._config(M, N, K, 1, 2, False, True, DEVICE)[:3] == (1, n_sharing, by_rows)
         out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
         assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), expected, floor=1e-6)
         assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), before, floor=1e-6)
@@ -1015,9 +1016,9 @@ def test_every_tile_that_programs_share_in_float8(specialized, force_sharing, ti
     a, b = random(M, K).to(torch.float8_e4m3fn), random(N, K).to(torch.float8_e5m2).t()
     expected = a.double() @ b.double()
     tiles = specialized._TILES
-    for n_sharing in (2, 3, 4):
-        force_sharing(tiles[tile], n_sharing)
-        assert specialized._config(M, N, K, 1, 1, not reduced, True, DEVICE)[:2] == (1, n_sharing)
+    for n_sharing, by_rows in ((2, False), (3, False), (4, False), (tiles[tile][0], True)):
+        force_sharing(tiles[tile], n_sharing, by_rows)
+        assert specialized._config(M, N, K, 1, 1, not reduced, True, DEVICE)[:3] == (1, n_sharing, by_rows)
         out, _ = run_tma(specialized, a, b, reduced=reduced)
         assert_as_accurate_as_torch(out, a.bfloat16() @ b.bfloat16(), expected, floor=1e-6)
 
@@ -1025,8 +1026,8 @@ def test_every_tile_that_programs_share_in_float8(specialized, force_sharing, ti
 @pytest.mark.gpu
 def test_shared_tiles_on_two_streams_and_in_a_graph(specialized):
     """Calls at the same time have sums of their own."""
-    M, N, K = 2112, 2496, 4096
-    if specialized._config(M, N, K, 1, 2, False, True, DEVICE)[1] == 1:
+    M, N, K = 2112, 2496, 8192
+    if specialized._config(M, N, K, 1, 2, False, True, DEVICE)[1:3] != (3, False):
         pytest.skip("the size is for 132 multiprocessors")
     products = [random_product(M, N, K, "nn")[:2] for _ in range(2)]
     expected = [tg.matmul(a, b) for a, b in products]
@@ -1052,21 +1053,25 @@ def test_shared_tiles_on_two_streams_and_in_a_graph(specialized):
 def test_who_shares_a_tile_has_a_part_of_it():
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     meta = torch.device("meta")
-    shared = 0
-    for M, N, K in itertools.product((192, 1000, 1792, 2304, 4100, 5120), (128, 2496, 2560, 5120), (600, 1032, 4096)):
+    shared = {False: 0, True: 0}
+    for M, N, K in itertools.product((192, 1000, 1792, 2304, 4100, 5120), (128, 2496, 2560, 5120), (1032, 4096, 9000)):
         for itemsize, partial_sums in ((2, False), (1, False), (1, True)):
-            _, n_sharing, n_consumers, config = specialized._config(M, N, K, 1, itemsize, partial_sums, True, meta)
+            plan = specialized._config(M, N, K, 1, itemsize, partial_sums, True, meta)
+            n_parts, n_sharing, by_rows, n_consumers, config = plan
             if n_sharing > 1:
-                shared += 1
+                shared[by_rows] += 1
                 n_tiles = cdiv(M, n_consumers * specialized.BLOCK_M) * cdiv(N, config["BLOCK_N"])
-                steps = cdiv(K * itemsize, 128)
-                assert n_tiles > 132 and n_tiles % 132 * n_sharing <= 132
-                assert cdiv(steps, n_sharing) * (n_sharing - 1) < steps
-    assert shared > 10
+                assert n_parts == 1 and 0 < n_tiles % 132 * n_sharing <= 132
+                if by_rows:
+                    assert n_sharing == n_consumers
+                else:
+                    steps = cdiv(K * itemsize, 128)
+                    assert n_tiles > 132 and cdiv(steps, n_sharing) * (n_sharing - 1) < steps
+    assert min(shared.values()) > 10
     # What other tests and the sanitizer take for such products.
-    assert specialized._config(2112, 2496, 4096, 1, 2, False, True, meta)[1] > 1
-    assert specialized._config(2432, 2048, 8192, 1, 2, False, True, meta)[1] > 1
-    assert specialized._config(2432, 2048, 8192, 1, 1, True, True, meta)[1] > 1
+    assert specialized._config(2112, 2496, 8192, 1, 2, False, True, meta)[1:3] == (3, False)
+    assert specialized._config(2432, 2048, 8192, 1, 2, False, True, meta)[1:3] == (4, False)
+    assert specialized._config(2432, 2048, 8192, 1, 1, True, True, meta)[1:3] == (4, False)
 
 
 @pytest.mark.gpu

@@ -5,10 +5,10 @@ to three others do nothing but multiply and store (the *consumers*). They meet a
 each stage of a ring of tiles: `full` trips when a copy has arrived, `empty` when all consumers have used it. The copies
 run as far ahead as the ring is long, also into the next output tile while the consumers still store this one.
 
-Tiles are computed in rounds, one for each multiprocessor. Where the last round has few, up to four programs *share*
-each of its tiles: each sums over a part of K, and the last of them adds up what the others leave in memory. It waits
-for them, who wait for nobody; and as no more than half of the multiprocessors have a program that waits, there is room
-for all others, in whatever order they start.
+Tiles are computed in rounds, one for each multiprocessor. Where the last round has few, several programs *share* each
+of its tiles. They divide its rows, if K is short. Otherwise each sums over a part of K, and the last of them adds up
+what the others leave in memory. It waits for them, who wait for nobody; and as no more than half of the multiprocessors
+have a program that waits, there is room for all others, in whatever order they start.
 """
 
 import torch
@@ -57,23 +57,29 @@ def _num_tiles(n_tiles, n_sharing):
 
 
 @gluon.jit
-def _tile_and_steps(i, n_tiles, n_sharing, steps):
-    """The i-th of them, and from which of its steps along K to which."""
+def _tile_and_share(i, n_tiles, n_sharing, by_rows, n_consumers, steps):
+    """The i-th of them; which of its consumers' rows are this program's; and from which step along K to which."""
     tile = i * gl.num_programs(0) + gl.program_id(0)
+    first = 0
     begin = 0
     end = steps
     if i == n_tiles // gl.num_programs(0):
         tile = i * gl.num_programs(0) + gl.program_id(0) // n_sharing
-        share = gl.cdiv(steps, n_sharing)
-        begin = gl.program_id(0) % n_sharing * share
-        end = gl.minimum(begin + share, steps)
-    return tile, begin, end
+        place = gl.program_id(0) % n_sharing
+        if by_rows:
+            first = place
+            n_consumers = 1
+        else:
+            share = gl.cdiv(steps, n_sharing)
+            begin = place * share
+            end = gl.minimum(begin + share, steps)
+    return tile, first, n_consumers, begin, end
 
 
 @gluon.jit
 def _producer(
-    a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, K, a_step,
-    b_step, k_step,
+    a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, K,
+    a_step, b_step, k_step,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -84,25 +90,23 @@ def _producer(
     steps = gl.cdiv(K, BLOCK_K)
     n_tiles = n_matrices * tiles_m * tiles_n
     for i in range(_num_tiles(n_tiles, n_sharing)):
-        tile, begin, end = _tile_and_steps(i, n_tiles, n_sharing, steps)
+        tile, first, n_working, begin, end = _tile_and_share(i, n_tiles, n_sharing, by_rows, n_consumers, steps)
         batch, tile_m, tile_n = _tile(tile, n_matrices, tiles_m, tiles_n, GROUP_M)
-        row = tile_m * (BLOCK_M * n_consumers)
+        row = (tile_m * n_consumers + first) * BLOCK_M
         col = tile_n * BLOCK_N
         for k in range(batch * k_step + begin * BLOCK_K, batch * k_step + end * BLOCK_K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
-            if n_consumers == NUM_CONSUMERS:
-                mbarrier.expect(full.index(stage), NUM_CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            else:
+            for n in gl.static_range(1, NUM_CONSUMERS + 1):
                 mbarrier.expect(
-                    full.index(stage), (NUM_CONSUMERS - 1) * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+                    full.index(stage), n * a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=n_working == n
                 )
             if B_TRANSPOSED:
                 async_load(b_desc, [batch * b_step, col, k], full.index(stage), b_smem.index(stage))
             else:
                 async_load(b_desc, [batch * b_step, k, col], full.index(stage), b_smem.index(stage))
             for c in gl.static_range(NUM_CONSUMERS):
-                if c < n_consumers:
+                if c < n_working:
                     a_tile = a_smem.index(stage * NUM_CONSUMERS + c)
                     if A_TRANSPOSED:
                         async_load(a_desc, [batch * a_step, k, row + c * BLOCK_M], full.index(stage), a_tile)
@@ -112,11 +116,12 @@ def _producer(
 
 
 @gluon.jit
-def _release(empty, stage, n_consumers, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, pred=True):
-    """Say that this consumer has used a stage; the first one also speaks for one that has no work."""
+def _release(empty, stage, n_working, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, pred=True):
+    """Say that this consumer has used a stage; the first one also speaks for those that have no work."""
     mbarrier.arrive(empty.index(stage), count=1, pred=pred)
-    if CONSUMER == 0 and NUM_CONSUMERS == 3:
-        mbarrier.arrive(empty.index(stage), count=1, pred=pred & (n_consumers < NUM_CONSUMERS))
+    if CONSUMER == 0:
+        for n in gl.static_range(1, NUM_CONSUMERS):
+            mbarrier.arrive(empty.index(stage), count=1, pred=pred & (n_working <= n))
 
 
 @gluon.jit
@@ -217,7 +222,7 @@ def _finish(
 @gluon.jit
 def _consumer(
     bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-    n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
+    n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
@@ -230,11 +235,15 @@ def _consumer(
     step = 0
     steps = gl.cdiv(K, BLOCK_K)
     n_tiles = n_matrices * tiles_m * tiles_n
-    # A consumer without work has no tiles.
-    for i in range(gl.where(CONSUMER < n_consumers, _num_tiles(n_tiles, n_sharing), 0)):
-        tile, begin, end = _tile_and_steps(i, n_tiles, n_sharing, steps)
+    n_mine = _num_tiles(n_tiles, n_sharing)
+    if CONSUMER > 0:
+        # The first one works alone where programs divide a tile's rows. And a consumer without work has no tiles.
+        n_mine = gl.where(by_rows != 0, n_tiles // gl.num_programs(0), n_mine)
+        n_mine = gl.where(CONSUMER < n_consumers, n_mine, 0)
+    for i in range(n_mine):
+        tile, first, n_working, begin, end = _tile_and_share(i, n_tiles, n_sharing, by_rows, n_consumers, steps)
         batch, tile_m, tile_n = _tile(tile, n_matrices, tiles_m, tiles_n, GROUP_M)
-        row = tile_m * (BLOCK_M * n_consumers) + CONSUMER * BLOCK_M
+        row = (tile_m * n_consumers + first + CONSUMER) * BLOCK_M
         col = tile_n * BLOCK_N
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
         for k in range(begin, end):
@@ -252,16 +261,16 @@ def _consumer(
                 zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
                 token = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
                 acc += warpgroup_mma_wait(0, deps=(token,))
-                _release(empty, stage, n_consumers, NUM_CONSUMERS, CONSUMER)
+                _release(empty, stage, n_working, NUM_CONSUMERS, CONSUMER)
             else:
                 token = warpgroup_mma(a, b, acc, use_acc=k > begin, is_async=True)
                 # One product stays in flight; the one before it is done, and so is its stage.
                 acc = warpgroup_mma_wait(1, deps=(token,))
-                _release(empty, (step + STAGES - 1) % STAGES, n_consumers, NUM_CONSUMERS, CONSUMER, k > begin)
+                _release(empty, (step + STAGES - 1) % STAGES, n_working, NUM_CONSUMERS, CONSUMER, k > begin)
             step += 1
         if not PARTIAL_SUMS:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            _release(empty, (step + STAGES - 1) % STAGES, n_consumers, NUM_CONSUMERS, CONSUMER)
+            _release(empty, (step + STAGES - 1) % STAGES, n_working, NUM_CONSUMERS, CONSUMER)
 
         if out_smem is None:
             _store_part(out_ptr, acc, batch, row, col, M, N)
@@ -291,7 +300,7 @@ def _consumer(
 @gluon.jit
 def _tiles(
     a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, n_matrices, tiles_m, tiles_n,
-    n_sharing, M, N, K, a_step, b_step, k_step, n_consumers, stride_bias,
+    n_sharing, by_rows, M, N, K, a_step, b_step, k_step, n_consumers, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -321,51 +330,51 @@ def _tiles(
     if NUM_CONSUMERS == 1:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, K,
-                a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
-                B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows,
+                n_consumers, K, a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M,
+                A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
         ], [4], [REGISTERS])
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, K,
-                a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
-                B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows,
+                n_consumers, K, a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M,
+                A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, K,
-                a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
-                B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows,
+                n_consumers, K, a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M,
+                A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, n_consumers, M, N, K, stride_bias,
+                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
@@ -374,7 +383,7 @@ def _tiles(
 
 @gluon.jit(
     do_not_specialize=[
-        "n_matrices", "tiles_m", "tiles_n", "n_sharing", "M", "N", "K", "a_step", "b_step", "n_consumers",
+        "n_matrices", "tiles_m", "tiles_n", "n_sharing", "by_rows", "M", "N", "K", "a_step", "b_step", "n_consumers",
     ]
 )  # fmt: skip
 def _matmul_specialized_kernel(
@@ -391,6 +400,7 @@ def _matmul_specialized_kernel(
     tiles_m,  # tiles in a column of tiles
     tiles_n,  # and in a row
     n_sharing,  # programs that share a tile of the last round
+    by_rows,  # whether they divide its rows, one consumer's for each; or else K
     M,
     N,
     K,
@@ -417,7 +427,7 @@ def _matmul_specialized_kernel(
     """
     _tiles(
         a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, n_matrices, tiles_m,
-        tiles_n, n_sharing, M, N, K, a_step, b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K,
+        tiles_n, n_sharing, by_rows, M, N, K, a_step, b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K,
         NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
     )  # fmt: skip
 
@@ -446,8 +456,8 @@ def _matmul_parts_kernel(
 ):
     """The same for parts of a product that `_sum_parts_kernel` adds up: out[i] is what the i-th part of K gives."""
     _tiles(
-        a_desc, b_desc, None, out_ptr, None, None, None, None, None, n_parts, tiles_m, tiles_n, 1, M, N, part_k, 0, 0,
-        part_k, NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
+        a_desc, b_desc, None, out_ptr, None, None, None, None, None, n_parts, tiles_m, tiles_n, 1, 0, M, N, part_k, 0,
+        0, part_k, NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
         B_TRANSPOSED, None, PARTIAL_SUMS, 0, REGISTERS,
     )  # fmt: skip
 
@@ -457,8 +467,8 @@ def _matmul_parts_kernel(
 _TILES = (
     (2, 256, 2, 4, 1.0),
     (3, 128, 3, 5, 0.95),
-    (2, 128, 3, 5, 0.93),
-    (1, 128, 1, 8, 0.8),
+    (2, 128, 3, 5, 0.9),
+    (1, 128, 1, 8, 0.69),
 )
 # The same for parts of a product, which leave in float32, straight from the registers.
 _PART_TILES = (
@@ -467,7 +477,8 @@ _PART_TILES = (
     (1, 128, 1, 8, 0.78),
 )
 _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
-_MAX_SHARING = 4  # programs that may share a tile
+_ALONE = {256: 0.72, 128: 0.57}  # the same share for one consumer's rows of a tile while the others rest, by columns
+_MAX_SHARING = 4  # programs that may divide K
 _SHARING_US = 2.5  # what each of them costs, to hand on its sums
 # Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
 # more it copies for each multiplication: those of 128 columns lose this much more.
@@ -483,8 +494,8 @@ def _config(
     partial_sums: bool,
     whole_sectors: bool,
     device: torch.device,
-) -> tuple[int, int, int, dict[str, int]]:
-    """Parts of K, programs that share a tile of the last round, consumers with work, and the tile: the quickest."""
+) -> tuple[int, int, bool, int, dict[str, int]]:
+    """The quickest: parts of K, sharing programs, whether by rows, consumers with work, and the tile."""
     n_places = num_multiprocessors(device)
     least_us = memory_us(M, N, K, itemsize) if n_matrices == 1 else 0
 
@@ -493,31 +504,43 @@ def _config(
         return n_matrices * cdiv(M, n_consumers * BLOCK_M) * cdiv(N, block_n)
 
     def time(choice):
-        (n_consumers, block_n, *_, rate), n_parts, n_sharing = choice
+        tile, n_parts, n_sharing, by_rows = choice
+        n_consumers, block_n, *_, rate = tile
         if block_n == 128 and not whole_sectors:
             rate *= _SPLIT_SECTORS
-        tile_us = n_consumers * BLOCK_M * block_n * K * itemsize / 2 / (_PER_US * rate)
-        n_rounds = n_tiles(choice[0]) // n_places
+        consumer_us = BLOCK_M * block_n * K * itemsize / 2 / _PER_US
+        tile_us = n_consumers * consumer_us / rate
+        n_rounds = n_tiles(tile) // n_places
+        if by_rows:
+            return max(n_rounds * tile_us + consumer_us / _ALONE[block_n], least_us)
         if n_sharing > 1:
             # The mailboxes are emptied by a kernel of their own.
             return max((n_rounds + 1 / n_sharing) * tile_us, least_us) + n_sharing * _SHARING_US + _SUM_US
-        return time_us(n_tiles(choice[0]), tile_us, n_parts, M * N, device, least_us)
+        return time_us(n_tiles(tile), tile_us, n_parts, M * N, device, least_us)
 
     def possible_sharing(tile):
+        """Numbers of programs that may share a tile of the last round, and whether they divide its rows or K."""
+        n_consumers, _, all_consumers, *_ = tile
         n_last = n_tiles(tile) % n_places
-        # Without a full round before it parts of K are quicker, which all multiprocessors add up.
-        if n_matrices > 1 or tile[2] == 1 or n_last == 0 or n_tiles(tile) < n_places:
-            return [1]
-        # Eight steps for each on average, so that none is without any.
-        return range(1, max(1, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * 128))) + 1)
+        # Without a full round before it smaller tiles are quicker, or parts of K, which all multiprocessors add up.
+        if n_last == 0 or n_tiles(tile) < n_places:
+            return
+        if 1 < n_consumers <= n_places // n_last:
+            yield n_consumers, True
+        if all_consumers > 1 and n_matrices == 1:
+            # Eight steps for each on average, so that none is without any.
+            for n_sharing in range(2, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * 128)) + 1):
+                yield n_sharing, False
 
     # A second accumulator leaves no registers for 256 columns.
-    choices = [(tile, 1, n) for tile in _TILES[partial_sums:] for n in possible_sharing(tile)]
+    tiles = _TILES[partial_sums:]
+    choices = [(tile, 1, 1, False) for tile in tiles]
+    choices += [(tile, 1, *sharing) for tile in tiles for sharing in possible_sharing(tile)]
     if n_matrices == 1:
         for tile in _PART_TILES[partial_sums:]:
-            choices += [(tile, n, 1) for n in possible_parts(K, n_tiles(tile), device) if n > 1]
-    (n_consumers, block_n, all_consumers, stages, _), n_parts, n_sharing = min(choices, key=time)
-    return n_parts, n_sharing, n_consumers, dict(
+            choices += [(tile, n, 1, False) for n in possible_parts(K, n_tiles(tile), device) if n > 1]
+    (n_consumers, block_n, all_consumers, stages, _), n_parts, n_sharing, by_rows = min(choices, key=time)
+    return n_parts, n_sharing, by_rows, n_consumers, dict(
         BLOCK_N=block_n,
         NUM_CONSUMERS=all_consumers,
         STAGES=stages,
@@ -540,7 +563,7 @@ def multiply(
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     partial_sums = a.dtype in FLOAT8 and not reduced
     whole_sectors = all(row_bytes(x) % SECTOR == 0 for x in (a, b))
-    n_parts, n_sharing, n_consumers, config = _config(
+    n_parts, n_sharing, by_rows, n_consumers, config = _config(
         M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device
     )
     block_k, block_n = 128 // a.element_size(), config["BLOCK_N"]
@@ -572,11 +595,11 @@ def multiply(
         else None
         for x in (out, pre)
     )
-    if n_sharing > 1:
+    if n_sharing > 1 and not by_rows:
         sums = scratch((n_programs, config["NUM_CONSUMERS"], BLOCK_M, block_n), torch.float32, a.device)
         mail = mailboxes(n_programs, config["NUM_CONSUMERS"], a.device)
     elif config["NUM_CONSUMERS"] > 1:
-        # Nobody looks there. They save a compiled kernel for products that share no tile.
+        # Nobody looks there. They save a compiled kernel for products that divide no K.
         start = out.as_strided((4,), (1,))
         sums, mail = start.view(torch.float32), start.view(torch.int64)
     else:
@@ -584,6 +607,6 @@ def multiply(
     launch(
         _matmul_specialized_kernel, (n_programs,),
         *descriptors, bias, out, pre, sums, mail, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, n_sharing,
-        M, N, K, int(a_stride > 0), int(b_stride > 0), n_consumers, 0 if bias is None else bias.stride(0),
+        int(by_rows), M, N, K, int(a_stride > 0), int(b_stride > 0), n_consumers, 0 if bias is None else bias.stride(0),
         OUT_COLS=out_cols, ACTIVATION=activation, **config,
     )  # fmt: skip
