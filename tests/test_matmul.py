@@ -249,7 +249,7 @@ def test_configs_are_few():
         assert len(configs) <= 3
 
 
-@pytest.mark.parametrize("K", [512, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("K", [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("N", [16, 64, 128, 256, 512, 1024, 1536, 4096, 6144, 11008, 14336, 32000])
 def test_plans_on_hopper_are_few(N, K):
     """Whatever the number of rows, three compilations of each kernel."""
@@ -1071,7 +1071,7 @@ def test_who_shares_a_tile_has_a_part_of_it():
     # What other tests and the sanitizer take for such products.
     assert specialized._config(2112, 2496, 8192, 1, 2, False, True, meta)[1:3] == (3, False)
     assert specialized._config(2432, 2048, 8192, 1, 2, False, True, meta)[1:3] == (4, False)
-    assert specialized._config(2432, 2048, 8192, 1, 1, True, True, meta)[1:3] == (4, False)
+    assert specialized._config(2432, 2048, 8192, 1, 1, True, True, meta)[1:3] == (3, False)
 
 
 @pytest.mark.gpu

@@ -198,18 +198,25 @@ def _pointer_config(
     if n_tiles(64, 64) <= n_processors:
         return config(64, 64, 256, 5, 64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
     block_n = 128 if N > 64 and n_tiles(64, 128) > n_processors // 2 else 64
-    programs = min(3, cdiv(n_tiles(64, block_n), n_processors))
-    # Each program has as many stages as shared memory has room for.
+    # Each program has as many stages as shared memory has room for. A short K needs no more than three.
+    programs = min(3, cdiv(n_tiles(64, block_n), n_processors)) if K > 256 else 3
     return config(64, block_n, 128, 6 - programs)
 
 
 def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> bool:
-    """Whether there are tiles of 64 × 128 for half of the multiprocessors; for three eighths of them if K is long.
+    """Whether TMA and specialized warps, which take a microsecond longer to start, are worth it.
 
-    A long K may be cut, and each part of a tile counts.
+    There have to be tiles of 64 × 128 for half of the multiprocessors. A long K may be cut, and each part of a tile
+    counts. With a short K the start is most of the time, and such a tile is soon done.
     """
-    n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128) * max(1, K // 4096)
-    return min(M, N) >= 128 and n_tiles > num_multiprocessors(device) * (3 if K >= 4096 else 4) // 8
+    n_processors = num_multiprocessors(device)
+    n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
+    n_parts = n_tiles * max(1, K // 4096)
+    if min(M, N) < 128:
+        return min(M, N) > 64 and K >= 1024 and n_parts > n_processors // 2
+    if n_tiles <= 2 * n_processors and K <= 256 or n_tiles * K <= 360 * n_processors:
+        return False
+    return n_parts > n_processors * (3 if K >= 4096 else 4) // 8
 
 
 def row_bytes(x: torch.Tensor) -> int:
