@@ -214,7 +214,7 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> 
     n_parts = n_tiles * max(1, K // 4096)
     if min(M, N) < 128:
         return min(M, N) > 64 and K >= 1024 and n_parts > n_processors // 2
-    if n_tiles <= 2 * n_processors and K <= 256 or n_tiles * K <= 360 * n_processors:
+    if (n_tiles <= 2 * n_processors and K <= 256) or n_tiles * K <= 360 * n_processors:
         return False
     return n_parts > n_processors * (3 if K >= 4096 else 4) // 8
 
