@@ -1153,10 +1153,13 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 
 # %%
 # Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred multiprocessors,
-# and each walks along :math:`K` in a handful of steps. Such a product takes six or seven microseconds, and one more or
-# less decides: at 512³ our rate is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's in this sweep and
-# :measured:`matmul-ladder-fp16: triton_gallery / torch at 512` in the ladder. Of the earlier runs, whose numbers the
-# page of benchmarks keeps, a few were ahead of torch there. What this depends on we do not know.
+# and each walks along :math:`K` in a handful of steps. Such a product takes six or seven microseconds on our clock, and
+# the clock itself is a microsecond unsure: measured three times in a row, ours took 6.7, 6.0 and 5.6 and torch's 5.9,
+# 6.1 and 7.2. A profiler, which counts the kernel alone, gave 3.1 and 2.9; at 512³ it gave 4.0 and 3.8, at 1024³ 6.8
+# and 6.1. So torch's kernels are indeed a little quicker there, and what our sweeps show beyond that, in either
+# direction, is noise: at 512³ our rate is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's in the first
+# sweep and :measured:`matmul-ladder-fp16: triton_gallery / torch at 512` in the ladder. (The profiler's times stand in
+# no record.)
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of
@@ -1199,9 +1202,8 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
-# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 256 or 512 rows, where arithmetic counts. (In this
-# run programs shared the tiles there, too, which are too few for a single round. That was slower than what the library
-# did before and does again.) One row reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a
+# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 256 or 512 rows, where arithmetic counts. One row
+# reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a
 # large copy. From two rows on there is also the sum of the parts, and it is
 # :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
 #
@@ -1227,6 +1229,13 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # power, and a few per cent are the run's own.) While a tile is on its way out the matrix unit waits, so each
 # instruction of the activation counts: this one squares the inverse of a root, which the GPU has an instruction for,
 # and needs no division.
+
+# Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` of torch's
+# rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
+# what chosen sizes hide. The lowest have few tiles and a :math:`K` that the library cuts badly or not at all: parts of
+# the third rung are equal and multiples of 16, and 4432 is 16 times a prime number; parts are at least 1024 long, so
+# that 1424 is not cut. With short :math:`K` in the hundreds the fifth rung is late because it takes longer to start,
+# and the third because it reads less at a time.
 
 # %%
 # Break it: forget the short group

@@ -656,6 +656,10 @@ def test_roofline_without_limits_of_that_gpu(records):
         benchmark.roofline(benchmark.load("softmax-fp16"), {"a": (1.0, 1.0)})
 
 
+def test_places_of_a_sweep():
+    assert [_report.place(x) for x in (16384, 0.000311296, 858.411237376, "2 × 3")] == ["16,384", "0.0003113", "858.4", "2 × 3"]
+
+
 def test_html_table(records):
     html = benchmark.load("softmax-fp16")._repr_html_()
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', html)

@@ -22,7 +22,7 @@ from measured import NONE_YET, RECORDS, gpus, label, list_table, note_record, ta
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery._report import NOT_YET, Report, is_ours, is_study, slug
+from triton_gallery._report import NOT_YET, Report, is_ours, is_study, place, slug
 
 logger = logging.getLogger(__name__)
 _DATA = re.compile(r'<a download="[^"]*" href="data:(?:text/csv|application/json);[^"]*">[^<]*</a>')
@@ -75,8 +75,7 @@ def _history(gpu: str, name: str) -> list[str]:
     for x in reports[0].xs:
         # A number in another unit than the newest keeps its own.
         cells = "".join(f"<td>{_cell(r, x).replace(f' {unit}', '')}</td>" for r in reports)
-        place = f"{x:,}" if isinstance(x, int) else escape(x)
-        lines.append(f'<tr><th scope="row">{place}</th>{cells}</tr>')
+        lines.append(f'<tr><th scope="row">{escape(place(x))}</th>{cells}</tr>')
     # A region that scrolls must be reachable by keyboard, also while it is folded up.
     region = f'<div role="region" tabindex="0" aria-label="{escape(reports[0].record["title"])}, at each commit">'
     caption = f"<caption>In {escape(unit)}, and the ratio to the best peer; the newest first</caption>"

@@ -308,7 +308,7 @@ class Report:
                 f"<td>{_cell(column.get(x), math.inf if name == COPY else best)}</td>"
                 for name, column in columns.items()
             )
-            body += f'<tr><th scope="row">{e(f"{x:,}" if isinstance(x, int) else str(x))}</th>{cells}</tr>\n'
+            body += f'<tr><th scope="row">{e(place(x))}</th>{cells}</tr>\n'
         head = "".join(f'<th scope="col">{e(name)}</th>' for name in (r["x"], *columns))
         notes = [*self._limit(), *self._left_out(), self.provenance(), *self.status()]
         # A region that scrolls must be reachable by keyboard, hence the tabindex and the name.
@@ -366,6 +366,11 @@ class Data:
         return f"<p>{links} · made by <code>{e(r['command'])}</code> at commit {e(r['commit'])}</p>\n"
 
 
+def place(x: int | float | str) -> str:
+    """A value of the sweep as tables show it."""
+    return f"{x:,}" if isinstance(x, int) else f"{x:.4g}" if isinstance(x, float) else x
+
+
 def _cell(value: float | None, best: float) -> str:
     if value is None:
         return "–"
@@ -401,7 +406,7 @@ def _ticks(xs: list) -> list[str]:
     """Labels of the x axis; large powers of two read best as such."""
     if all(isinstance(x, int) and x & (x - 1) == 0 for x in xs) and max(xs) > 2**17:
         return [f"$2^{{{x.bit_length() - 1}}}$" for x in xs]
-    return [str(x) for x in xs]
+    return [f"{x:.4g}" if isinstance(x, float) else str(x) for x in xs]
 
 
 def _range(values, text: Callable[[float], str]) -> str:
