@@ -657,7 +657,8 @@ def test_roofline_without_limits_of_that_gpu(records):
 
 
 def test_places_of_a_sweep():
-    assert [_report.place(x) for x in (16384, 0.000311296, 858.411237376, "2 × 3")] == ["16,384", "0.0003113", "858.4", "2 × 3"]
+    shown = [_report.place(x) for x in (16384, 0.000311296, 858.411237376, "2 × 3")]
+    assert shown == ["16,384", "0.0003113", "858.4", "2 × 3"]
 
 
 def test_html_table(records):

@@ -15,7 +15,7 @@ from gallery import EXAMPLES, GUIDE, SRC, is_declared, measured, measured_names,
 from sphinx.addnodes import pending_xref
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
-from triton_gallery._report import COPY, NOT_YET, is_peer
+from triton_gallery._report import COPY, NOT_YET, is_peer, place
 from triton_gallery.benchmark import environment, slug
 
 RECORDS = SRC / "triton_gallery" / "records"
@@ -100,8 +100,8 @@ class MeasuredTable(SphinxDirective):
 
 def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:
     r, ours = found.record, found.series("triton_gallery")
-    place = f"{int(x):,}" if x.isdigit() else x
-    cells = [f":ref:`{r['title']} <{target}>`, {r['x']} {place}", *[""] * 5]
+    value = next((value for value in found.xs if str(value) == x), x)
+    cells = [f":ref:`{r['title']} <{target}>`, {r['x']} {place(value)}", *[""] * 5]
     if found.outdated:
         cells[1] = NOT_YET
     elif x not in map(str, ours):
