@@ -987,10 +987,9 @@ import random
 import statistics
 
 lots = random.Random(0)
-drawn = {}
-for layout in 12 * ("nn", "nt", "tn", "tt"):
-    M, N, K = (16 * round(2 ** lots.uniform(0, 10)) for _ in "MNK")
-    drawn[2 * M * N * K / 1e9] = M, N, K, layout
+draws = [[16 * round(2 ** lots.uniform(0, 10)) for _ in "MNK"] for _ in range(48)]
+layouts = 12 * ("nn", "nt", "tn", "tt")
+drawn = {2 * M * N * K / 1e9: (M, N, K, layout) for (M, N, K), layout in zip(draws, layouts, strict=True)}
 
 
 def draw_matrix(n_rows, n_cols, transposed):
