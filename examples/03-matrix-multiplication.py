@@ -1233,8 +1233,8 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
 # what chosen sizes hide. The lowest have few tiles and a :math:`K` that the library cuts badly or not at all: parts of
 # the third rung are equal and multiples of 16, and 4432 is 16 times a prime number; parts are at least 1024 long, so
-# that 1424 is not cut. With short :math:`K` in the hundreds the fifth rung is late because it takes longer to start,
-# and the third because it reads less at a time.
+# that 1424 is not cut. With a :math:`K` in the hundreds both the third and the fifth rung were mostly slower than torch
+# when we tried them; why, we have not measured.
 
 # %%
 # Break it: forget the short group

@@ -2,7 +2,8 @@
 
 Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
-- Large products go to the kernel that works with TMA and specialized warps, small and thin ones to the pointer kernel.
+- Large products go to the kernel that works with TMA and specialized warps; small ones, those with up to 64 rows or
+  columns and small results of a short K go to the pointer kernel.
 - Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
   tile in float32, and a second kernel adds up the parts, always in the same order.
 - TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
