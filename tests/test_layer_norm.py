@@ -269,7 +269,10 @@ def test_rows_on_several_multiprocessors_match_torch(norm, dtype, n_rows, n_cols
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_parts_cover_each_row(dtype, direction):
     kernels = hopper.load(f"layer_norm_{direction}")
-    for n_cols in (*range(8193, 24_577, 14), *range(24_577, 1_400_000, 61), *range(24_592, 1_400_000, 16 * 61)):
+    lengths = {*range(8193, 24_577, 14), *range(24_577, 1_400_000, 61), *range(24_592, 1_400_000, 16 * 61)}
+    # Equal parts would leave less than a vector for the last one.
+    lengths |= {62_497, 62_498, 62_499, 63_505, 256_033, 256_034, 256_035}
+    for n_cols in lengths:
         x = torch.empty(4096, n_cols, device="meta", dtype=dtype)
         vector = 16 // x.element_size()
         plan = kernels.plan_forward(x, None, None) if direction == "forward" else kernels.plan_backward(x, x, None)
@@ -286,7 +289,8 @@ def test_parts_cover_each_row(dtype, direction):
             late = 0 if n_cols % vector == 0 else vector - 1  # what a row may begin late by in its first vector
             assert plan.part_cols % 16 == 0 and plan.part_cols + late <= room
             assert plan.n_parts * plan.max_groups <= max_programs
-        assert (plan.n_parts - 1) * plan.part_cols < n_cols <= plan.n_parts * plan.part_cols
+        assert n_cols <= plan.n_parts * plan.part_cols
+        assert n_cols - (plan.n_parts - 1) * plan.part_cols >= vector
         # All rows of a group of programs begin at the same place in a vector.
         assert plan.max_groups * n_cols % vector == 0
 
@@ -300,6 +304,16 @@ def test_rows_that_wait_between_two_walks_match_torch(norm, dtype, n_cols, devic
     params = make_params(norm, (n_cols,), dtype, device)
     check(norm, x, (n_cols,), params)
     check(norm, x[1:], (n_cols,), [None if p is None else p.float() for p in params])
+
+
+@pytest.mark.gpu
+@NORMS
+@pytest.mark.parametrize(("dtype", "n_cols"), [(torch.float32, 62_497), (torch.float16, 256_033)], ids=str)
+def test_last_numbers_of_a_row_count_once(norm, dtype, n_cols, device):
+    # Equal parts would leave one number for the last.
+    x = torch.randn(9, n_cols, device=device).to(dtype)
+    x[:, -1] = 1000
+    check(norm, x, (n_cols,), make_params(norm, (n_cols,), dtype, device))
 
 
 @pytest.mark.parametrize("weight", [True, False], ids=["weight", "no_weight"])

@@ -1,3 +1,4 @@
+import importlib
 import itertools
 import math
 from types import SimpleNamespace
@@ -207,6 +208,12 @@ def test_matmul_takes_batches_in_any_memory_order(order):
     assert_matches_torch(a, random(6, 7))
     assert_matches_torch(a, random(3, 1, 6, 7))
     assert_matches_torch(a, a.mT)
+
+
+def test_more_matrices_than_the_second_axis_of_a_grid_can_count(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("triton_gallery.matmul"), "_MAX_GRID_Y", 5)
+    a, b = random(2, 3, 33, 20), random(3, 20, 18)
+    assert_matches_torch(a, b)
 
 
 def test_matmul_writes_nothing_beyond_the_end():
@@ -767,6 +774,22 @@ def test_few_float8_columns_compile_for_hopper(shape):
     a = torch.empty(M, K, device="meta", dtype=torch.float8_e4m3fn)
     for b in (torch.empty(K, N, device="meta", dtype=a.dtype), torch.empty(N, K, device="meta", dtype=a.dtype).T):
         assert tg.codegen.inspect(tg.matmul, a, b, targets=["sm_90"]).kernels
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["matrix", "batch"])
+def test_nothing_to_sum_compiles_for_hopper(batch):
+    # The gradient of a weight from an empty batch: rows of 1000 numbers do not load 16 bytes at a time.
+    x, dout = (torch.empty(*batch, 0, n, device="meta", dtype=torch.float16) for n in (128, 1000))
+    assert tg.codegen.inspect(tg.matmul, x.mT, dout, targets=["sm_90"]).kernels
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 7, 8, 132, 4096, 2**20 + 1, 2**29])
+def test_inverses_divide(d):
+    specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
+    numbers = {n for k in (0, 1, 2, 1000, 2**30 // d) for n in range(k * d - 1, k * d + 2)} | {2**30 - 1}
+    for n in (n for n in numbers if 0 <= n < 2**30):
+        quotient = 4 * n * specialized._inverse(d) >> 32  # as `_divide` computes it
+        assert quotient - (n - quotient * d < 0) == n // d
 
 
 @pytest.mark.parametrize("a_dtype", named([torch.float32, torch.float16]))

@@ -231,7 +231,8 @@ def _attention_fwd_kernel(
 
     q_tile = _load_tile(q, q_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGN, USE_TMA)
     # Finite, not -inf: a row whose first tile is all masked would compute -inf - (-inf) = NaN.
-    row_max = tl.full((BLOCK_M,), -3.4028234663852886e38, STATS_DTYPE)
+    LOWEST: tl.constexpr = -1.7976931348623157e308 if STATS_DTYPE == tl.float64 else -3.4028234663852886e38
+    row_max = tl.full((BLOCK_M,), LOWEST, STATS_DTYPE)
     row_sum = tl.zeros((BLOCK_M,), STATS_DTYPE)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), STATS_DTYPE)
 

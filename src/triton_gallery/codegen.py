@@ -510,6 +510,9 @@ def _run(call: tuple, target: str, driver: _TargetDriver, keep_asm: bool) -> lis
             else:
                 function(*args, **kwargs)
     except Exception as error:
+        # Where a kernel calls a function, Triton's error names the call, and its cause what is wrong there.
+        while error.__cause__ is not None:
+            error = error.__cause__
         return f"{type(error).__name__}: {error}"
     # An autotuned kernel gives one list with an entry for each of its configurations.
     kernels = [k for item in compiled for k in (item if isinstance(item, list) else [item])]

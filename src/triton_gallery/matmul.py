@@ -28,6 +28,7 @@ from ._replay import replayed
 
 _aten = torch.ops.aten
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_MAX_GRID_Y = 65535  # programs along the second axis of a grid; along the first there may be 2**31 - 1
 
 
 @triton.jit
@@ -90,19 +91,20 @@ def _matmul_kernel(
     GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr = False,  # K is a multiple of BLOCK_K
     ALIGN_M: tl.constexpr = 1,  # M is a multiple of this
+    ALIGN_N: tl.constexpr = 1,
+    MATRIX_AXIS: tl.constexpr = 1,  # the grid's axis that counts matrices; the other one counts tiles
     ACTIVATION: tl.constexpr = None,
     INPUT_PRECISION: tl.constexpr = "ieee",
     MAX_NUM_IMPRECISE_ACC: tl.constexpr = None,
     PDL: tl.constexpr = False,
 ):
-    """Program i owns one BLOCK_M × BLOCK_N tile of one matrix of the batch: out = activation(a @ b + bias)."""
+    """Program (i, j) owns the i-th BLOCK_M × BLOCK_N tile of the j-th matrix: out = activation(a @ b + bias)."""
     ACC_DTYPE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     if PDL:
         gdc_launch_dependents()
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    tile_m, tile_n = _grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-    batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
+    tile = tl.program_id(1 - MATRIX_AXIS)
+    tile_m, tile_n = _grouped_tile(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    batch = tl.program_id(MATRIX_AXIS).to(tl.int64)
 
     # Peel one index after another off the batch's number; a broadcast dimension has stride 0.
     rest = batch
@@ -111,14 +113,15 @@ def _matmul_kernel(
         b_ptr += rest % batch_shape[d] * b_batch_strides[d]
         rest = rest // batch_shape[d]
 
-    # Rows past M and columns past N wrap round to ones that exist: what they yield is not stored, and the loop below
-    # needs no mask for them. int64 before the product: a matrix may hold more than 2**31 elements.
+    # The first row and column stand in for rows past M and columns past N: what these yield is not stored, and the loop
+    # below needs no mask for them. int64 before the product: a matrix may hold more than 2**31 elements.
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
-    a_rows = tl.max_contiguous(tl.multiple_of(rows % M, ALIGN_M), ALIGN_M).to(tl.int64)
+    a_rows = tl.max_contiguous(tl.multiple_of(tl.where(rows < M, rows, 0), ALIGN_M), ALIGN_M).to(tl.int64)
+    b_cols = tl.max_contiguous(tl.multiple_of(tl.where(cols < N, cols, 0), ALIGN_N), ALIGN_N).to(tl.int64)
     a_ptrs = a_ptr + a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak
-    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + (cols % N).to(tl.int64)[None, :] * stride_bn
+    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + b_cols[None, :] * stride_bn
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC_DTYPE)
     for k in range(0, K, BLOCK_K):
@@ -484,15 +487,19 @@ def launch_tiles(
     if config is None:
         wide = loads_are_wide(a) and loads_are_wide(b)
         config = _config(M, N, n_matrices, a.element_size(), wide, way == "bf16x6", a.device)
+    grid = cdiv(M, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"]), n_matrices
+    matrix_axis = 1 if n_matrices <= _MAX_GRID_Y else 0
     launch(
         _matmul_kernel,
-        (n_matrices * cdiv(M, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"]),),
+        grid if matrix_axis == 1 else grid[::-1],
         a, b, bias, out, pre, M, N, K, *a.stride()[-2:], *b.stride()[-2:], 0 if bias is None else bias.stride(0),
         batch[0], *batch[1],
         **config,
         EVEN_K=K % config["BLOCK_K"] == 0,
-        # Only where a runs along M do wide loads need to know that M is a multiple of 16.
+        # Only where a runs along M, and b along N, do wide loads need to know that these are multiples of 16.
         ALIGN_M=16 if a.stride(-2) == 1 and M % 16 == 0 else 1,
+        ALIGN_N=16 if b.stride(-1) == 1 and N % 16 == 0 else 1,
+        MATRIX_AXIS=matrix_axis,
         ACTIVATION=activation,
         PDL="PDL" in pdl(a.device),
         INPUT_PRECISION=way,

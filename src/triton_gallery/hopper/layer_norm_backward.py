@@ -19,6 +19,7 @@ from .layer_norm_rows import (
     clear,
     copy_chunk,
     count_groups,
+    cut,
     find_ends,
     load_ends,
     load_shared,
@@ -406,8 +407,7 @@ def plan_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None
     late = 0 if aligned else 16  # room for what parts may begin late by
     plans = []
     for n_chunks in _PART_CHUNKS:
-        part_cols = cdiv(n_cols, 16 * cdiv(n_cols, n_chunks * chunk - late)) * 16
-        n_parts = cdiv(n_cols, part_cols)
+        n_parts, part_cols = cut(n_cols, n_chunks * chunk - late, 16, vector)
         max_groups = count_groups(_CHUNKS_PER_PROCESSOR // n_chunks * n_processors, n_parts, n_cols, vector)
         plans.append(Plan(aligned, n_parts, part_cols, n_chunks, max_groups))
     # As many rows at a time as there can be, and of two such plans the one with fewer parts.

@@ -16,6 +16,7 @@ from .layer_norm_rows import (
     clear,
     copy_chunk,
     count_groups,
+    cut,
     find_ends,
     load_ends,
     load_shared,
@@ -256,9 +257,7 @@ def plan_forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
     # A part of the widest tensor is no longer than _PART_BYTES, with what it may begin late by. Parts of aligned rows
     # are whole cache lines; Triton moves whole vectors where it sees a multiple of 16.
     late, unit = (0, 64) if aligned else (vector - 1, 16)
-    n_parts = cdiv(n_cols, (_PART_BYTES // widest - late) // unit * unit)
-    part_cols = cdiv(n_cols, unit * n_parts) * unit
-    n_parts = cdiv(n_cols, part_cols)
+    n_parts, part_cols = cut(n_cols, (_PART_BYTES // widest - late) // unit * unit, unit, vector)
     n_chunks = cdiv(part_cols + late, _STEPS * 32 * vector)
     max_groups = count_groups(_PROGRAMS * num_multiprocessors(x.device), n_parts, n_cols, vector)
     return Plan(aligned, n_parts, part_cols, n_chunks, max_groups) if max_groups > 0 else None

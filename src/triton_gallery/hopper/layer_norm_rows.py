@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._launch import cdiv
 from ._gluon import async_copy_to_shared, gl, gluon
 
 
@@ -141,6 +142,21 @@ class Plan(NamedTuple):
     part_cols: int
     n_chunks: int  # of a part
     max_groups: int
+
+
+def cut(n_cols: int, max_cols: int, unit: int, vector: int) -> tuple[int, int]:
+    """Into how many parts to cut a row, and their columns: equal multiples of `unit`, but for the last part.
+
+    None is shorter than a vector. One that began and ended within the same vector would have two threads for each of
+    its numbers in `find_ends`.
+    """
+    n_parts = cdiv(n_cols, max_cols)
+    while True:
+        part_cols = cdiv(n_cols, unit * n_parts) * unit
+        n_last = (n_cols - 1) % part_cols + 1
+        if n_last >= vector or part_cols >= n_cols:
+            return cdiv(n_cols, part_cols), part_cols
+        n_parts += 1
 
 
 def pays(x: torch.Tensor, aligned: bool, long: int, long_unaligned: int, n_bytes: int) -> bool:

@@ -109,8 +109,9 @@ def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) 
         fits = a.dtype in (torch.float16, torch.bfloat16)
     return (
         fits
-        # A tile has 64 rows and columns, or more.
+        # A tile has 64 rows and columns, or more; and TMA does not know matrices without any element.
         and min(M, N) >= 64
+        and a.shape[-1] > 0
         and can_address(a, a_stride)
         and can_address(b, b_stride)
         and N * out.element_size() % 16 == 0

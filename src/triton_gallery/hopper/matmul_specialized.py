@@ -15,7 +15,7 @@ import torch
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._launch import cdiv, launch, num_multiprocessors, scratch
-from ..matmul import _activate, _grouped_tile
+from ..matmul import _activate
 from ._gluon import (
     async_load,
     async_store,
@@ -35,51 +35,71 @@ from .matmul import FLOAT8, is_transposed, matrices
 from .matmul_plan import _SUM_US, SECTOR, memory_us, possible_parts, row_bytes, sum_parts, time_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
+GROUP_M = 8  # rows of tiles that are computed together
+
+
+def _inverse(d: int) -> int:
+    """What `_divide` multiplies by to divide by d."""
+    return 2**30 // d + 1
 
 
 @gluon.jit
-def _tile(i, n_matrices, tiles_m, tiles_n, GROUP_M: gl.constexpr):
-    """The i-th tile of all: its matrix, row and column."""
-    batch = 0
-    if n_matrices > 1:
-        batch = i // (tiles_m * tiles_n)
-        i = i % (tiles_m * tiles_n)
-    tile_m, tile_n = _grouped_tile(i, tiles_m, tiles_n, GROUP_M)
-    return batch, tile_m, tile_n
+def _divide(n, d, inverse):
+    """n // d and n % d for n below 2**30, without a division: that would take some 300 cycles, ahead of all copies."""
+    # n * inverse / 2**30 is above n / d, by less than 1: the quotient is right or 1 too large.
+    quotient = gl.umulhi(4 * n, inverse)
+    rest = n - quotient * d
+    is_less = rest < 0
+    return quotient - is_less.to(gl.int32), gl.where(is_less, rest + d, rest)
 
 
 @gluon.jit
-def _num_tiles(n_tiles, n_sharing):
+def _tile(i, order, GROUP_M: gl.constexpr):
+    """The i-th tile of all: its matrix, row and column; what `_grouped_tile` says, without dividing."""
+    tiles_m, tiles_n, per_matrix, per_group, per_last_column = order
+    batch, i = _divide(i, tiles_m * tiles_n, per_matrix)
+    group, within = _divide(i, GROUP_M * tiles_n, per_group)
+    rows = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    tile_n, row = _divide(within, rows, gl.where(rows < GROUP_M, per_last_column, 2**30 // GROUP_M + 1))
+    return batch, group * GROUP_M + row, tile_n
+
+
+@gluon.jit
+def _num_tiles(rounds):
     """Of how many tiles this program computes something: one in each full round, and perhaps one in the last."""
-    n_rounds = n_tiles // gl.num_programs(0)
-    n_last = n_tiles - n_rounds * gl.num_programs(0)
-    return n_rounds + (gl.program_id(0) < n_last * n_sharing).to(gl.int32)
+    if rounds is None:
+        return 1
+    else:
+        n_rounds, n_last, _, _, _, _ = rounds
+        return n_rounds + (gl.program_id(0) < n_last).to(gl.int32)
 
 
 @gluon.jit
-def _tile_and_share(i, n_tiles, n_sharing, by_rows, n_consumers, steps):
+def _tile_and_share(i, rounds, n_consumers, steps):
     """The i-th of them; which of its consumers' rows are this program's; and from which step along K to which."""
-    tile = i * gl.num_programs(0) + gl.program_id(0)
-    first = 0
-    begin = 0
-    end = steps
-    if i == n_tiles // gl.num_programs(0):
-        tile = i * gl.num_programs(0) + gl.program_id(0) // n_sharing
-        place = gl.program_id(0) % n_sharing
-        if by_rows:
-            first = place
-            n_consumers = 1
-        else:
-            share = gl.cdiv(steps, n_sharing)
-            begin = place * share
-            end = gl.minimum(begin + share, steps)
-    return tile, first, n_consumers, begin, end
+    if rounds is None:
+        return gl.program_id(0), 0, n_consumers, 0, steps
+    else:
+        n_rounds, _, n_sharing, per_tile, by_rows, share = rounds
+        tile = i * gl.num_programs(0) + gl.program_id(0)
+        first = 0
+        begin = 0
+        end = steps
+        if i == n_rounds:
+            of_round, place = _divide(gl.program_id(0), n_sharing, per_tile)
+            tile = i * gl.num_programs(0) + of_round
+            if by_rows:
+                first = place
+                n_consumers = 1
+            else:
+                begin = place * share
+                end = gl.minimum(begin + share, steps)
+        return tile, first, n_consumers, begin, end
 
 
 @gluon.jit
 def _producer(
-    a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, K,
-    a_step, b_step, k_step,
+    a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -88,10 +108,9 @@ def _producer(
     gdc_wait()
     step = 0
     steps = gl.cdiv(K, BLOCK_K)
-    n_tiles = n_matrices * tiles_m * tiles_n
-    for i in range(_num_tiles(n_tiles, n_sharing)):
-        tile, first, n_working, begin, end = _tile_and_share(i, n_tiles, n_sharing, by_rows, n_consumers, steps)
-        batch, tile_m, tile_n = _tile(tile, n_matrices, tiles_m, tiles_n, GROUP_M)
+    for i in range(_num_tiles(rounds)):
+        tile, first, n_working, begin, end = _tile_and_share(i, rounds, n_consumers, steps)
+        batch, tile_m, tile_n = _tile(tile, order, GROUP_M)
         row = (tile_m * n_consumers + first) * BLOCK_M
         col = tile_n * BLOCK_N
         for k in range(batch * k_step + begin * BLOCK_K, batch * k_step + end * BLOCK_K, BLOCK_K):
@@ -119,7 +138,7 @@ def _producer(
 def _release(empty, stage, n_working, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, pred=True):
     """Say that this consumer has used a stage; the first one also speaks for those that have no work."""
     mbarrier.arrive(empty.index(stage), count=1, pred=pred)
-    if CONSUMER == 0:
+    if CONSUMER == 0 and n_working < NUM_CONSUMERS:
         for n in gl.static_range(1, NUM_CONSUMERS):
             mbarrier.arrive(empty.index(stage), count=1, pred=pred & (n_working <= n))
 
@@ -222,7 +241,7 @@ def _finish(
 @gluon.jit
 def _consumer(
     bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-    n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
+    order, rounds, n_consumers, M, N, K, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
@@ -234,17 +253,14 @@ def _consumer(
     )
     step = 0
     steps = gl.cdiv(K, BLOCK_K)
-    n_tiles = n_matrices * tiles_m * tiles_n
-    n_mine = _num_tiles(n_tiles, n_sharing)
-    if CONSUMER > 0:
+    n_mine = _num_tiles(rounds)
+    if CONSUMER > 0 and rounds is not None:
         # The first one works alone where programs divide a tile's rows. And a consumer without work has no tiles.
-        n_mine = gl.where(by_rows != 0, n_tiles // gl.num_programs(0), n_mine)
+        n_rounds, _, _, _, by_rows, _ = rounds
+        n_mine = gl.where(by_rows != 0, n_rounds, n_mine)
         n_mine = gl.where(CONSUMER < n_consumers, n_mine, 0)
     for i in range(n_mine):
-        tile, first, n_working, begin, end = _tile_and_share(i, n_tiles, n_sharing, by_rows, n_consumers, steps)
-        batch, tile_m, tile_n = _tile(tile, n_matrices, tiles_m, tiles_n, GROUP_M)
-        row = (tile_m * n_consumers + first + CONSUMER) * BLOCK_M
-        col = tile_n * BLOCK_N
+        tile, first, n_working, begin, end = _tile_and_share(i, rounds, n_consumers, steps)
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
         for k in range(begin, end):
             stage = step % STAGES
@@ -268,6 +284,10 @@ def _consumer(
                 acc = warpgroup_mma_wait(1, deps=(token,))
                 _release(empty, (step + STAGES - 1) % STAGES, n_working, NUM_CONSUMERS, CONSUMER, k > begin)
             step += 1
+        # The last product is under way while this is computed.
+        batch, tile_m, tile_n = _tile(tile, order, GROUP_M)
+        row = (tile_m * n_consumers + first + CONSUMER) * BLOCK_M
+        col = tile_n * BLOCK_N
         if not PARTIAL_SUMS:
             acc = warpgroup_mma_wait(0, deps=(acc,))
             _release(empty, (step + STAGES - 1) % STAGES, n_working, NUM_CONSUMERS, CONSUMER)
@@ -286,6 +306,7 @@ def _consumer(
             left, right = _halves(acc)
             left, right = _in_fours(left), _in_fours(right)
             if begin > 0:
+                _, _, n_sharing, _, _, _ = rounds
                 for other in range(gl.program_id(0) - n_sharing + 1, gl.program_id(0)):
                     place = other * NUM_CONSUMERS + CONSUMER
                     left, right = _receive(sums_ptr, mail_ptr, left, right, place)
@@ -299,8 +320,8 @@ def _consumer(
 
 @gluon.jit
 def _tiles(
-    a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, n_matrices, tiles_m, tiles_n,
-    n_sharing, by_rows, M, N, K, a_step, b_step, k_step, n_consumers, stride_bias,
+    a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds, M, N, K, a_step,
+    b_step, k_step, n_consumers, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -330,51 +351,48 @@ def _tiles(
     if NUM_CONSUMERS == 1:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows,
-                n_consumers, K, a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M,
-                A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
         ], [4], [REGISTERS])
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows,
-                n_consumers, K, a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M,
-                A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows,
-                n_consumers, K, a_step, b_step, k_step, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M,
-                A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, n_matrices, tiles_m, tiles_n, n_sharing, by_rows, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, n_consumers, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
@@ -383,7 +401,8 @@ def _tiles(
 
 @gluon.jit(
     do_not_specialize=[
-        "n_matrices", "tiles_m", "tiles_n", "n_sharing", "by_rows", "M", "N", "K", "a_step", "b_step", "n_consumers",
+        "tiles_m", "tiles_n", "per_matrix", "per_group", "per_last_column", "n_rounds", "n_last", "n_sharing",
+        "per_tile", "by_rows", "share", "M", "N", "K", "a_step", "b_step", "n_consumers",
     ]
 )  # fmt: skip
 def _matmul_specialized_kernel(
@@ -396,11 +415,17 @@ def _matmul_specialized_kernel(
     mail_ptr,  # (n_programs, NUM_CONSUMERS): EMPTY, until the sums are there
     out_desc,  # of out and pre; None where TMA cannot address their rows, which then lie side by side
     pre_desc,
-    n_matrices,
     tiles_m,  # tiles in a column of tiles
     tiles_n,  # and in a row
-    n_sharing,  # programs that share a tile of the last round
+    per_matrix,  # inverses of the tiles of a matrix, of a group of GROUP_M rows, and of a column of the last group
+    per_group,
+    per_last_column,
+    n_rounds,  # full rounds
+    n_last,  # programs with work in the last one, which is not full
+    n_sharing,  # how many of them share a tile
+    per_tile,  # the inverse of that
     by_rows,  # whether they divide its rows, one consumer's for each; or else K
+    share,  # so many steps along K for each
     M,
     N,
     K,
@@ -425,21 +450,27 @@ def _matmul_specialized_kernel(
 
     If the last round of tiles is not full, n_sharing programs compute each of them.
     """
+    order = tiles_m, tiles_n, per_matrix, per_group, per_last_column
+    rounds = n_rounds, n_last, n_sharing, per_tile, by_rows, share
     _tiles(
-        a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, n_matrices, tiles_m,
-        tiles_n, n_sharing, by_rows, M, N, K, a_step, b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K,
-        NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
+        a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds, M, N, K,
+        a_step, b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M,
+        A_TRANSPOSED, B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["n_parts", "tiles_m", "tiles_n", "M", "N", "part_k"])
+@gluon.jit(
+    do_not_specialize=["tiles_m", "tiles_n", "per_matrix", "per_group", "per_last_column", "M", "N", "part_k"]
+)  # fmt: skip
 def _matmul_parts_kernel(
     a_desc,  # (1, M, K), or (1, K, M) when A_TRANSPOSED
     b_desc,  # (1, K, N), or (1, N, K) when B_TRANSPOSED
     out_ptr,  # (n_parts, M, N), float32
-    n_parts,
     tiles_m,
     tiles_n,
+    per_matrix,
+    per_group,
+    per_last_column,
     M,
     N,
     part_k,  # columns of a in one part; what the last part has beyond K, TMA fills with zeros
@@ -454,11 +485,15 @@ def _matmul_parts_kernel(
     PARTIAL_SUMS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """The same for parts of a product that `_sum_parts_kernel` adds up: out[i] is what the i-th part of K gives."""
+    """The same for parts of a product that `_sum_parts_kernel` adds up: out[i] is what the i-th part of K gives.
+
+    Each program owns one tile of one part.
+    """
+    order = tiles_m, tiles_n, per_matrix, per_group, per_last_column
     _tiles(
-        a_desc, b_desc, None, out_ptr, None, None, None, None, None, n_parts, tiles_m, tiles_n, 1, 0, M, N, part_k, 0,
-        0, part_k, NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED,
-        B_TRANSPOSED, None, PARTIAL_SUMS, 0, REGISTERS,
+        a_desc, b_desc, None, out_ptr, None, None, None, None, None, order, None, M, N, part_k, 0, 0, part_k,
+        NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, None,
+        PARTIAL_SUMS, 0, REGISTERS,
     )  # fmt: skip
 
 
@@ -574,17 +609,21 @@ def multiply(
         descriptor(matrices(b, n_matrices, b_stride), [1, block_n, block_k] if b_transposed else [1, block_k, block_n]),
     )
     config |= dict(
-        BLOCK_M=BLOCK_M, BLOCK_K=block_k, GROUP_M=8, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
+        BLOCK_M=BLOCK_M, BLOCK_K=block_k, GROUP_M=GROUP_M, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
         PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    n_programs = min(num_multiprocessors(a.device), n_matrices * n_parts * tiles_m * tiles_n)
+    n_tiles = n_matrices * n_parts * tiles_m * tiles_n
+    n_programs = min(num_multiprocessors(a.device), n_tiles)
+    inverses = _inverse(tiles_m * tiles_n), _inverse(GROUP_M * tiles_n), _inverse(tiles_m % GROUP_M or GROUP_M)
     if n_parts > 1:
         part_k = cdiv(K, n_parts * block_k) * block_k
         # Rows that begin at multiples of 16 bytes.
         parts = scratch((n_parts, M, cdiv(N, 4) * 4), torch.float32, out.device)[..., :N]
         launch(
-            _matmul_parts_kernel, (n_programs,), *descriptors, parts, n_parts, tiles_m, tiles_n, M, N, part_k, **config
-        )
+            _matmul_parts_kernel, (n_programs,),
+            *descriptors, parts, tiles_m, tiles_n, *inverses, M, N, part_k,
+            **config,
+        )  # fmt: skip
         sum_parts(parts, bias, out, pre, activation)
         return
     # The only consumer has nobody to work while it stores, so it does that at once.
@@ -606,7 +645,9 @@ def multiply(
         sums = mail = None
     launch(
         _matmul_specialized_kernel, (n_programs,),
-        *descriptors, bias, out, pre, sums, mail, out_desc, pre_desc, n_matrices, tiles_m, tiles_n, n_sharing,
-        int(by_rows), M, N, K, int(a_stride > 0), int(b_stride > 0), n_consumers, 0 if bias is None else bias.stride(0),
+        *descriptors, bias, out, pre, sums, mail, out_desc, pre_desc, tiles_m, tiles_n, *inverses,
+        n_tiles // n_programs, n_tiles % n_programs * n_sharing, n_sharing, _inverse(n_sharing), int(by_rows),
+        cdiv(cdiv(K, block_k), n_sharing), M, N, K, int(a_stride > 0), int(b_stride > 0), n_consumers,
+        0 if bias is None else bias.stride(0),
         OUT_COLS=out_cols, ACTIVATION=activation, **config,
     )  # fmt: skip
