@@ -43,6 +43,17 @@ def _grouped_tile(i, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _wrapped(i, size, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    """i % size, in the 64 bits that offsets need, for the BLOCK indices of a tile; the size is a multiple of ALIGN."""
+    # A division takes some 20 instructions for each index, and only of matrices smaller than a tile is it needed.
+    if size < BLOCK:
+        wrapped = tl.max_contiguous(tl.multiple_of(i % size, ALIGN), ALIGN)
+    else:
+        wrapped = tl.max_contiguous(tl.multiple_of(tl.where(i < size, i, i - size), ALIGN), ALIGN)
+    return wrapped.to(tl.int64)
+
+
+@triton.jit
 def _activate(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """The activation named by ACTIVATION, for a result in DTYPE; NaN stays NaN, as in torch."""
     if ACTIVATION == "relu":
@@ -113,13 +124,13 @@ def _matmul_kernel(
         b_ptr += rest % batch_shape[d] * b_batch_strides[d]
         rest = rest // batch_shape[d]
 
-    # The first row and column stand in for rows past M and columns past N: what these yield is not stored, and the loop
-    # below needs no mask for them. int64 before the product: a matrix may hold more than 2**31 elements.
+    # Rows past M and columns past N wrap round to ones that exist: what they yield is not stored, and the loop below
+    # needs no mask for them.
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
-    a_rows = tl.max_contiguous(tl.multiple_of(tl.where(rows < M, rows, 0), ALIGN_M), ALIGN_M).to(tl.int64)
-    b_cols = tl.max_contiguous(tl.multiple_of(tl.where(cols < N, cols, 0), ALIGN_N), ALIGN_N).to(tl.int64)
+    a_rows = _wrapped(rows, M, BLOCK_M, ALIGN_M)
+    b_cols = _wrapped(cols, N, BLOCK_N, ALIGN_N)
     a_ptrs = a_ptr + a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + b_cols[None, :] * stride_bn
 

@@ -2,8 +2,8 @@
 
 Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
-- Large products go to the kernel that works with TMA and specialized warps; small ones, those with up to 64 rows or
-  columns and small results of a short K go to the pointer kernel.
+- Large products go to the kernel that works with TMA and specialized warps; those with up to 64 rows or columns, and
+  those whose tiles of 64 × 64 the GPU computes all at once, go to the pointer kernel.
 - Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
   tile in float32, and a second kernel adds up the parts, always in the same order.
 - TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
@@ -196,28 +196,30 @@ def _pointer_config(
         width, row_bytes = (64, 512) if n_strips <= n_processors else (128, 256)
         blocks = (width, 16) if N <= 16 else (16, width)
         return config(*blocks, row_bytes, 4, width * K * itemsize / _THIN_BYTES_PER_US)
-    if n_tiles(64, 64) <= n_processors:
+    # Where all tiles run at once, the smallest are the quickest: each reads the least. Of a long K they would read the
+    # most together; a short one is soon read by larger tiles, too.
+    if K < 2048 and n_tiles(64, 32) <= n_processors:
+        return config(64, 32, 256, 5)
+    if K > 256 and n_tiles(64, 64) <= n_processors:
         return config(64, 64, 256, 5, 64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
-    block_n = 128 if N > 64 and n_tiles(64, 128) > n_processors // 2 else 64
+    block_n = 128 if N > 64 else 64
     # Each program has as many stages as shared memory has room for. A short K needs no more than three.
     programs = min(3, cdiv(n_tiles(64, block_n), n_processors)) if K > 256 else 3
     return config(64, block_n, 128, 6 - programs)
 
 
 def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> bool:
-    """Whether TMA and specialized warps, which take a microsecond longer to start, are worth it.
-
-    There have to be tiles of 64 × 128 for half of the multiprocessors. A long K may be cut, and each part of a tile
-    counts. With a short K the start is most of the time, and such a tile is soon done.
-    """
+    """Whether TMA and specialized warps, which take longer to start, are worth it."""
     n_processors = num_multiprocessors(device)
     n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
-    n_parts = n_tiles * max(1, K // 4096)
-    if min(M, N) < 128:
-        return min(M, N) > 64 and K >= 1024 and n_parts > n_processors // 2
-    if (n_tiles <= 2 * n_processors and K <= 256) or n_tiles * K <= 360 * n_processors:
-        return False
-    return n_parts > n_processors * (3 if K >= 4096 else 4) // 8
+    if K <= 256:
+        # The start is most of the time. Tiles that are soon done have to be many.
+        return min(M, N) >= 128 and n_tiles > 2 * n_processors and n_tiles * K > 360 * n_processors
+    if min(M, N) > 64 and n_tiles * (K // 4096) > n_processors * 3 // 8:
+        # A long K may be cut, and each part of a tile counts.
+        return True
+    # The pointer kernel is the quicker one as long as it can compute all tiles of 64 × 64 at once.
+    return n_matrices * cdiv(M, 64) * cdiv(N, 64) > n_processors
 
 
 def row_bytes(x: torch.Tensor) -> int:
