@@ -331,8 +331,8 @@ def _fwd_consumer(
             s = _mask(s, row, (end - 1) * BLOCK_N, lower, upper)
         if not EVEN_KV:
             s = gl.where(cols[None, :] < seq_kv, s, float("-inf"))
-        # Finite, so that -inf - (-inf) makes no NaN: a query may meet its first key, or the first with a finite score, in
-        # a later tile.
+        # Finite, so that -inf - (-inf) makes no NaN: a query may meet its first key, or the first whose score is
+        # finite, in a later tile.
         first_max = gl.maximum(gl.max(s, 1) * scale_log2, -3.4028234663852886e38)
         p_f32 = gl.exp2(s * scale_log2 - first_max[:, None])
         row_sum = gl.convert_layout(gl.sum(p_f32, 1), ROWS)
