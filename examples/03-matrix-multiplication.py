@@ -277,7 +277,7 @@ for group in (1, 8):
 # --------------------------------
 #
 # The third rung is the kernel that `triton_gallery.matmul` has for every GPU. It adds what a library needs: any
-# strides, a batch, 64-bit offsets, a bias and an activation. The loop in its middle is still ours. Two helpers come
+# strides, a batch, 64-bit offsets, a bias and an activation. The loop in its middle is still ours. Its helpers come
 # first. One multiplies two tiles as `tl.dot` does, and float32 in a way of its own, which a later section explains.
 
 from triton.language.extra.cuda import gdc_launch_dependents
@@ -285,6 +285,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 # quote: triton_gallery._dot._three_bf16
 # quote: triton_gallery._dot.dot
 # quote: triton_gallery.matmul._activate
+# quote: triton_gallery.matmul._wrapped
 # quote: triton_gallery.matmul._matmul_kernel
 
 # %%
@@ -373,20 +374,24 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 # What the hard lines are for
 # ---------------------------
 #
-# - `tl.program_id(0) % (tiles_m * tiles_n)` is the tile, and the quotient the number of the matrix in the batch. A
-#   batch has any number of dimensions, each with its own stride, so `batch_shape` is a tuple: the loop over it is
-#   unrolled when the kernel is compiled, as often as the tuple is long. A stride of 0 repeats a matrix without copying
-#   it.
-# - `rows % M` replaces a mask. The last tiles reach past the end, and their surplus rows wrap round to rows that exist:
-#   the loads are valid, the products are computed and thrown away by the mask of the store. In the loop, where the time
-#   goes, nothing but the end of :math:`K` is left to check.
+# - The grid has two axes: along the first `tl.program_id` counts tiles, and along the second the matrices of the batch.
+#   (The second ends at 65535. Batches of more matrices exchange the axes, which is what `MATRIX_AXIS` is for.) A batch
+#   has any number of dimensions, each with its own stride, so `batch_shape` is a tuple: the loop over it is unrolled
+#   when the kernel is compiled, as often as the tuple is long. A stride of 0 repeats a matrix without copying it.
+# - `_wrapped(rows, M, ...)` replaces a mask. The last tiles reach past the end, and their surplus rows wrap round to
+#   rows that exist: the loads are valid, the products are computed and thrown away by the mask of the store. In the
+#   loop, where the time goes, nothing but the end of :math:`K` is left to check. It used to be `rows % M`. But a GPU
+#   has no instruction that divides integers, and all those divisions took a small product up to a tenth of its time,
+#   before the first load. A subtraction does, unless the whole matrix has fewer rows than a tile. Letting row 0 stand
+#   in for all surplus rows is simpler still, and was a mistake: hundreds of programs then ask one place in the L2
+#   cache for the same few bytes, and some products took half as long again.
 # - `a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak` is where a tile of :math:`A` lies. Element
 #   :math:`(m, k)` of any matrix is :math:`m` row strides and :math:`k` column strides behind the first, whether it is
 #   dense, cut out of a larger one or transposed, which exchanges the two. A step along :math:`K` is an addition to all
 #   of them.
 # - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
-#   that addresses follow each other, and a remainder hides that. If :math:`M` is a multiple of 16, which the launcher
-#   says with `ALIGN_M`, runs of 16 stay whole.
+#   that addresses follow each other, and wrapping round hides that. If :math:`M` is a multiple of 16, which the
+#   launcher says with `ALIGN_M`, runs of 16 stay whole.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
 #   is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs to 10 bits of

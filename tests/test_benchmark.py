@@ -364,6 +364,19 @@ def test_load_prefers_the_gpu_at_hand(committed, present, chosen, records, fake_
     assert benchmark.load("softmax-fp16").record["gpu"] == chosen
 
 
+def test_load_prefers_a_record_of_the_kernels_that_are_there(records, monkeypatch):
+    no_gpu(monkeypatch)
+    shutil.rmtree(records / "nvidia-a100-sxm4-80gb")
+    text = {**make_record()["text"], "kernels": "0" * 16}
+    commit(records, make_record(gpu="NVIDIA H200", text=text))
+    commit(records, make_record(gpu="NVIDIA H100"))
+    monkeypatch.setattr(benchmark, "kernel_digests", lambda name: make_record()["text"])
+    assert benchmark.load("softmax-fp16").record["gpu"] == "NVIDIA H100"
+    assert benchmark.load("softmax-fp16", "nvidia-h200").outdated
+    commit(records, make_record(gpu="NVIDIA H100", text=text))
+    assert benchmark.load("softmax-fp16").record["gpu"] == "NVIDIA H200"
+
+
 @pytest.mark.parametrize("key", ["benchmark", "title", "x", "unit", *_report.PROVENANCE, "rows", "limit"])
 @pytest.mark.parametrize("how", ["absent", "empty"])
 def test_validate_refuses_a_missing_key(key, how):
@@ -491,7 +504,7 @@ def test_figures_are_shown_with_a_note_when_only_the_launch_changed():
 def test_load_compares_the_record_with_the_kernels_at_hand(records, part):
     assert benchmark.load("softmax-fp16").changed == frozenset()
     commit(records, make_record(text=make_record()["text"] | {part: TEXT[part]}))
-    assert benchmark.load("softmax-fp16").changed == {part}
+    assert benchmark.load("softmax-fp16", "nvidia-h200").changed == {part}
     assert (benchmark.quote("softmax-fp16: torch at 4096") == "not yet measured") == (part == "kernels")
 
 

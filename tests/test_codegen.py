@@ -79,6 +79,25 @@ def complain(x):
     raise ValueError(f"interpreter {_launch.INTERPRET}, {x.device}, {x.dtype}")
 
 
+@triton.jit
+def _misspelt(x):
+    return x.no_such_method()
+
+
+@triton.jit
+def _kernel_of_the_misspelt(x_ptr):
+    tl.store(x_ptr, _misspelt(tl.load(x_ptr)))
+
+
+def misspelt(x):
+    _launch.launch(_kernel_of_the_misspelt, (1,), x)
+
+
+def test_inspect_says_what_is_wrong_in_a_function_that_a_kernel_calls():
+    with pytest.raises(RuntimeError, match=r"(?s)misspelt failed for sm_90: .*def _misspelt.*no_such_method"):
+        codegen.inspect(misspelt, torch.empty(8, device="meta"), targets=["sm_90"])
+
+
 def empty(*shape, dtype=torch.float16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 

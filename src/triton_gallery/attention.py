@@ -231,8 +231,7 @@ def _attention_fwd_kernel(
 
     q_tile = _load_tile(q, q_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGN, USE_TMA)
     # Finite, not -inf: a row whose first tile is all masked would compute -inf - (-inf) = NaN.
-    LOWEST: tl.constexpr = -1.7976931348623157e308 if STATS_DTYPE == tl.float64 else -3.4028234663852886e38
-    row_max = tl.full((BLOCK_M,), LOWEST, STATS_DTYPE)
+    row_max = tl.full((BLOCK_M,), -3.4028234663852886e38, STATS_DTYPE)
     row_sum = tl.zeros((BLOCK_M,), STATS_DTYPE)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), STATS_DTYPE)
 
@@ -1103,7 +1102,9 @@ def attention(
         On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so does their
         backward pass where the larger head_dim is more than 16. With rows of up to 128 numbers it keeps the gradient of
         q in float32 and adds it up in no fixed order. :func:`torch.use_deterministic_algorithms` selects kernels whose
-        sums have one: with these, and in every other case, forward and backward repeat bit for bit.
+        sums have one: with these, and in every other case, forward and backward repeat bit for bit. Their known defect:
+        without a window, a query whose scores of the last keys it may see, up to 128, are all -inf, as from keys of
+        -inf, gets NaN although it has other keys.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 

@@ -331,9 +331,10 @@ def _fwd_consumer(
             s = _mask(s, row, (end - 1) * BLOCK_N, lower, upper)
         if not EVEN_KV:
             s = gl.where(cols[None, :] < seq_kv, s, float("-inf"))
-        # Finite, so that -inf - (-inf) makes no NaN: a query may meet its first key, or the first whose score is
-        # finite, in a later tile.
-        first_max = gl.maximum(gl.max(s, 1) * scale_log2, -3.4028234663852886e38)
+        first_max = gl.max(s, 1) * scale_log2
+        if IS_BAND:
+            # A query may meet its first key in a later tile: finite, so that -inf - (-inf) makes no NaN.
+            first_max = gl.maximum(first_max, -3.4028234663852886e38)
         p_f32 = gl.exp2(s * scale_log2 - first_max[:, None])
         row_sum = gl.convert_layout(gl.sum(p_f32, 1), ROWS)
         row_max = gl.convert_layout(first_max, ROWS)
