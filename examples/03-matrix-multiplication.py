@@ -298,7 +298,7 @@ def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
     out = torch.empty(M, N, dtype=a.dtype, device=a.device)
     grid = (triton.cdiv(M, m) * triton.cdiv(N, n),)
     sizes, blocks = (M, N, K, *a.stride(), *b.stride()), dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=group)
-    options = dict(EVEN_K=K % k == 0, num_warps=num_warps)
+    options = dict(EVEN_K=K % k == 0, ALIGN_N=16 if N % 16 == 0 else 1, num_warps=num_warps)
     _matmul_kernel[grid](a, b, None, out, None, *sizes, 0, (1,), (0,), (0,), **blocks, **options)
     return out
 
@@ -390,8 +390,9 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   dense, cut out of a larger one or transposed, which exchanges the two. A step along :math:`K` is an addition to all
 #   of them.
 # - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
-#   that addresses follow each other, and wrapping round hides that. If :math:`M` is a multiple of 16, which the
-#   launcher says with `ALIGN_M`, runs of 16 stay whole.
+#   that addresses follow each other, and wrapping round hides that. If a size is a multiple of 16, which the launcher
+#   says with `ALIGN_M` and `ALIGN_N`, runs of 16 stay whole. Without the promise each number of :math:`B` is loaded by
+#   itself: when `my_matmul` once forgot it, tiles of 128 × 128 reached a twelfth of their rate at 4096³.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
 #   is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs to 10 bits of
@@ -1156,20 +1157,26 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
     print(report.summary())
 
 # %%
-# Small products show the launch and little else: at 256³ there are a few tiles for more than a hundred multiprocessors,
-# and each walks along :math:`K` in a handful of steps. Such a product takes six or seven microseconds on our clock, and
-# the clock itself is a microsecond unsure: measured three times in a row, ours took 6.7, 6.0 and 5.6 and torch's 5.9,
-# 6.1 and 7.2. A profiler, which counts the kernel alone, gave 3.1 and 2.9; at 512³ it gave 4.0 and 3.8, at 1024³ 6.8
-# and 6.1. So torch's kernels are indeed a little quicker there, and what our sweeps show beyond that, in either
-# direction, is noise: at 512³ our rate is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's in the first
-# sweep and :measured:`matmul-ladder-fp16: triton_gallery / torch at 512` in the ladder. (The profiler's times stand in
-# no record.)
+# Small products show what comes before and behind the loop. Our clock, which starts before the launch, reads six or
+# seven microseconds for them. A profiler, which counts the kernel alone, gave 2.9 at 256³ for ours and for torch's, at
+# 512³ 3.7 and 3.9, and at 1024³ 6.9 and 6.3. The library's tiles are 64 × 32 as long as all of them run at once, which
+# they do at 512³. Each then reads little, and our rate there is :measured:`matmul-fp16: triton_gallery / torch at 512`
+# torch's.
+#
+# Where does the rest of the time go? We let the fifth rung write down the cycle counter of its multiprocessor, at 1024³
+# on an H100. After 940 cycles the barriers are there, at 1900 the first copy starts, and at 4000 its tile has come from
+# memory. Sixteen steps along :math:`K` take 5000 cycles, and at 9900 the result has left. Half is not multiplying. The
+# order of tiles had its share in that: four divisions took 500 cycles ahead of the first copy, and others came behind
+# every tile, while the matrix unit waited. The host now passes an inverse of each divisor, a multiplication takes the
+# place of the division, and behind a tile it is done while the last product is under way. (None of this stands in a
+# record.)
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
-# in the second round for the other 12. At 1536³ there would be 144 tiles of 128 × 128. The library takes 96 of
-# 192 × 128 instead, one round in which 36 multiprocessors are idle, and our rate is
-# :measured:`matmul-fp16: triton_gallery / torch at 1536` torch's. (To share the 12 would take longer, it reckons.)
-# At 1024³ one round needs small tiles of 64 × 128, and we are at
+# in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes the fifth rung with
+# 72 of 64 × 128, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³ there would
+# be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle,
+# and we are at :measured:`matmul-fp16: triton_gallery / torch at 1536`. (To share the 12 would take longer, it
+# reckons.) At 1024³ one round needs small tiles of 64 × 128, and we are at
 # :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at
 # :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
@@ -1206,7 +1213,7 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
-# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 256 or 512 rows, where arithmetic counts. One row
+# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 or 1024 rows, where arithmetic counts. One row
 # reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a
 # large copy. From two rows on there is also the sum of the parts, and it is
 # :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
@@ -1237,9 +1244,10 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` of torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
 # what chosen sizes hide. The lowest have few tiles and a :math:`K` that the library cuts badly or not at all: parts of
-# the third rung are equal and multiples of 16, and 4432 is 16 times a prime number; parts are at least 1024 long, so
-# that 1424 is not cut. With a :math:`K` in the hundreds both the third and the fifth rung were mostly slower than torch
-# when we tried them; why, we have not measured.
+# the third rung are equal and multiples of 16, and 4432 is 16 times a prime number; and they are at least 1024 long.
+# With a :math:`K` in the hundreds and more tiles than there are multiprocessors we were mostly slower than torch
+# when we tried them. There it is cuBLAS's choice of tiles that we lack: for 1040 × 944 × 352 it has 119 of 64 × 136,
+# one round, where our 72 of 128 × 128 leave almost half of the multiprocessors idle.
 
 # %%
 # Break it: forget the short group

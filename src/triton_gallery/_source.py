@@ -105,10 +105,12 @@ def _closure(definitions: dict[str, list[ast.stmt]], roots: set[str]) -> set[str
 
 
 def _names_in(node: object) -> set[str]:
-    """The names that a piece of code takes from around it; a function's own variables are none of them."""
+    """The names that a piece of code takes from around it; a function's or comprehension's own are none of them."""
     if isinstance(node, ast.Name):
         return {node.id}
     names = set().union(*(_names_in(part) for _, part in _parts(node))) if isinstance(node, ast.AST) else set()
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return names - set().union(*(_names_in(part.target) for part in node.generators))
     return names - _own(node) if isinstance(node, ast.FunctionDef | ast.Lambda) else names
 
 
