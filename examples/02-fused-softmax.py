@@ -823,8 +823,8 @@ report_short
 # multiprocessors, that ends a little beyond 8 MiB. The first way is for what is left where rows are few and have 128
 # KiB or more (beyond 32 rows, more than that): a single one, less together, longer ones, float64, a matrix that does
 # not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next row is no such multiple,
-# other GPUs, and the gradient; and for rows across memory of more than 2048 columns. All others take the online kernel,
-# or stay in registers.
+# other GPUs, and the gradient; and for rows across memory of more than 2048 columns, or 1024 in float64 and in the
+# gradient. All others take the online kernel, or stay in registers.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.

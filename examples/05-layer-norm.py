@@ -933,19 +933,23 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
-# With longer rows the rate should rise. Up to 10240 columns the curve of the backward pass does: a row lies in five
-# blocks or fewer, and little of them is empty. It drops where a fourth block of 2048 has just begun, from
+# With longer rows the rate should rise. Up to 10240 columns the curve of the backward pass does, but for one step: it
+# drops where a fourth block of 2048 has just begun and is mostly empty, from
 # :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 columns to
 # :measured:`layer-norm-bwd-fp16: triton_gallery at 6656` at 6656, climbs as this one fills, and hardly moves where a
 # fifth one begins, from :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192 to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704. Beyond 10240 a row and
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704. Beyond 10240 a row of 16 bits and
 # its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in Gluon): `x`, `dy`
 # and the weight wait in shared memory, from where they can be read twice, and registers hold the sums alone. Up to
 # 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer rows, and those
-# of 32-bit numbers, are cut into parts, as in the forward pass. This time the programs of a row tell each other their
-# shares of the two sums that each element of `dx` needs. On other GPUs, and on Hopper where a row has more than 3 MiB,
-# rows are cut into column blocks, and the row sums need a pass of their own over `x` and `dy`: five trips instead of
-# three.
+# of more than 8192 32-bit numbers, are cut into parts, as in the forward pass. This time the programs of a row tell
+# each other their shares of the two sums that each element of `dx` needs. Both changes of kernel show in the curve: it
+# falls from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 10752` at 10752, and from
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 12288` at 12288 to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 12800` at 12800, where parts begin. On other GPUs, and on Hopper
+# where a row has more than 3 MiB, rows are cut into column blocks, and the row sums need a pass of their own over `x`
+# and `dy`: five trips instead of three.
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
 #

@@ -691,9 +691,9 @@ except ValueError as error:
 # - A shape is a power of two, and a head dimension like 80 is none. Its rows lie in shared memory as 128 columns: the
 #   tensor memory accelerator knows where a row of the tensor ends, and fills in zeros. The products leave them out. The
 #   scores are two products, over 64 columns and over 16, added up in the same registers, and the output has two such
-#   parts. So 80, 96, 160 and 192 columns are computed besides the powers of two, and :math:`V` may have another number
-#   of them than :math:`Q` and :math:`K`. Nor do rows of 129 to 192 take the room of 256: they lie in three pieces of 64
-#   columns.
+#   parts. So 64, 80, 96, 128, 160, 192 or 256 columns are computed, the next larger for every other number, and
+#   :math:`V` may have another number of them than :math:`Q` and :math:`K`. Nor do rows of 129 to 192 take the room of
+#   256: they lie in three pieces of 64 columns.
 # - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
 #   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
 #
@@ -982,7 +982,7 @@ reports["bwd", 64, True]
 # ---------------------------------------
 #
 # Here are 4 sequences of 4096 positions, causal, and as many heads as make a width of about 2048. The operations count
-# without columns of zeros:
+# without columns of zeros, of which there are the more the further a head dimension is below 64:
 
 
 def bench_head_dims(head_dim, direction, provider):
