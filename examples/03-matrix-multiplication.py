@@ -722,19 +722,19 @@ ladder
 
 # %%
 # The walk along :math:`K` lets the ladder reach every size, because what a program needs on the chip no longer grows
-# with :math:`K`. Speed comes with the large tile (its rate over that of the walk at 4096³: :measured:`matmul-ladder-fp16:
-# large tiles / a walk along K at 4096`), in two ways. It needs a quarter of the bytes from L2. And on Hopper it gives us
-# another instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to make do with the older `mma`. From
-# here on the matrix unit sets the pace, and rungs differ in how seldom it has to wait for them. The order of tiles gains
-# nothing as long as L2 holds all that is needed, in either order. The larger the matrices become, the more it gains,
-# and more than we expected where the count says that memory keeps up with either order. The rate in groups over that
-# without them: :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` at 4096³,
-# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³,
+# with :math:`K`. Speed comes with the large tile (its rate over that of the walk at 4096³:
+# :measured:`matmul-ladder-fp16: large tiles / a walk along K at 4096`), in two ways. It needs a quarter of the bytes
+# from L2. And on Hopper it gives us another instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to
+# make do with the older `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it has to
+# wait for them. The order of tiles gains nothing as long as L2 holds all that is needed, in either order. The larger
+# the matrices become, the more it gains, and more than we expected where the count says that memory keeps up with
+# either order. The rate in groups over that without them: :measured:`matmul-ladder-fp16: large tiles in groups / large
+# tiles at 4096` at 4096³, :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³,
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. Real programs do not walk in
 # step, and what one has fetched may have left the cache when its neighbour comes for it. The small tiles fall back as
-# well (:measured:`matmul-ladder-fp16: a walk along K at 4096` at 4096³,
-# :measured:`matmul-ladder-fp16: a walk along K at 8192` at 8192³, where each matrix is larger than L2). To compare torch
-# and the library, trust the sweep above, which measures them in three rounds, in alternating order.
+# well (:measured:`matmul-ladder-fp16: a walk along K at 4096` at 4096³, :measured:`matmul-ladder-fp16: a walk along K
+# at 8192` at 8192³, where each matrix is larger than L2). To compare torch and the library, trust the sweep above,
+# which measures them in three rounds, in alternating order.
 
 # %%
 # Over the ridge
@@ -1204,9 +1204,9 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # median reaches it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
-# triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery /
-# torch at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. Smaller products gain little or nothing:
-# at 512³ we are at :measured:`matmul-fp32: triton_gallery / torch at 512`. There are few tiles, and cuBLAS has more ways
+# triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
+# at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. Smaller products gain little or nothing: at
+# 512³ we are at :measured:`matmul-fp32: triton_gallery / torch at 512`. There are few tiles, and cuBLAS has more ways
 # to cut them.
 #
 # The time of a thin product is that of reading its weight. Up to 128 rows we are ahead of torch or about even, at
