@@ -664,6 +664,17 @@ def test_roofline_refuses(points, options, message, records):
         benchmark.roofline(benchmark.load("softmax-fp16"), points, **options)
 
 
+def test_roofline_takes_a_copy_from_any_record_of_that_gpu(records):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    commit_limits(records)
+    (records / "nvidia-h200" / "vector-add-fp32.json").unlink()
+    report = dataclasses.replace(benchmark.load("matmul-fp16"), changed=frozenset())
+    benchmark.roofline(report, {"slow": (2.0, 4.0)})
+    slope = pyplot.gcf().axes[0].lines[0]
+    assert all(y == pytest.approx(x * 4.228) for x, y in slope.get_xydata())  # that of softmax-fp16
+    pyplot.close("all")
+
+
 def test_roofline_without_limits_of_that_gpu(records):
     commit_limits(records, gpu="NVIDIA A100-SXM4-80GB")
     with pytest.raises(FileNotFoundError, match="nvidia-h200"):

@@ -122,8 +122,9 @@ def test_every_operation_has_its_own_digest(name):
 
 
 PAGE = """
-SIZES = [1]
+SIZES = [m + k for m, k in [(1, 0)]]
 OTHER = [2]
+m = [7]
 n = [4]
 call = [5]
 
@@ -149,9 +150,10 @@ def plot():
         ("[2]", "[3]", True),
         ("[4]", "[6]", True),  # the functions' n is their own
         ("[5]", "[6]", True),  # and so is a function inside them
+        ("[7]", "[8]", True),  # and a comprehension's m
         ('title="x"', 'title="y"', True),
         ("return OTHER", "return 1", True),
-        ("[1]", "[3]", False),
+        ("(1, 0)", "(3, 0)", False),
         ("return n\n", "return -n\n", False),
         ("inputs(n), SIZES", "SIZES, inputs(n)", False),
     ],
