@@ -749,7 +749,7 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # %%
 # Follow the points from the left. The small ones lie far below the roof, held back by the launch and by too few tiles
 # to keep all multiprocessors busy; so does the first one behind the ridge. From there on the matrix unit is what limits
-# us. More intensity does not help any more: between the last two points the rate hardly changes.
+# us. More intensity does not help any more: from the last point but one to the last the rate does not rise.
 
 # %%
 # Most products are no squares

@@ -91,6 +91,16 @@ def test_table_shows_ours_beside_the_best_peer_and_where_it_is_from(folder, buil
     assert 'href="#record-nvidia-h200-softmax-fp16"' in page and 'id="record-nvidia-h200-softmax-fp16"' in page
 
 
+def test_table_leaves_out_an_outdated_record_beside_one_that_is_not(folder, build):
+    commit(folder, made_up("NVIDIA A100", 0.5))
+    outdated = made_up("NVIDIA H200")
+    outdated["text"]["kernels"] = "0" * 16
+    commit(folder, outdated)
+    text, _, page, _ = build(f".. measured-table::\n\n   {NAME} at {X}\n", "measured", "records")
+    assert quoted("nvidia-a100") in text and "Measured on NVIDIA A100, driver" in text
+    assert "not yet measured" not in text and "NVIDIA H200" not in text
+
+
 def test_a_phone_shows_the_columns_names_beside_the_numbers():
     style = (gallery.ROOT / "docs" / "_static" / "gallery.css").read_text(encoding="utf-8")
     shown = re.findall(r'table\.results td:nth-child\((\d)\)::before \{\s*content: "(.*)"', style)
