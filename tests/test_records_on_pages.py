@@ -96,7 +96,7 @@ def test_table_leaves_out_an_outdated_record_beside_one_that_is_not(folder, buil
     outdated = made_up("NVIDIA H200")
     outdated["text"]["kernels"] = "0" * 16
     commit(folder, outdated)
-    text, _, page, _ = build(f".. measured-table::\n\n   {NAME} at {X}\n", "measured", "records")
+    text, *_ = build(f".. measured-table::\n\n   {NAME} at {X}\n", "measured", "records")
     assert quoted("nvidia-a100") in text and "Measured on NVIDIA A100, driver" in text
     assert "not yet measured" not in text and "NVIDIA H200" not in text
 
