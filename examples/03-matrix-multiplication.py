@@ -49,7 +49,8 @@ for n in (64, 256, 1024, 4096):
 # it is a hundred to several hundred operations per byte. Here it is for the GPU of our records, from the rates of a
 # large product and of a large copy:
 
-product, copy = (tg.benchmark.load(name).record for name in ("matmul-fp16", "vector-add-fp32"))
+product, copy = (tg.benchmark.load(name).record for name in ("matmul-fp16", "matmul-thin-fp16"))
+assert product["gpu"] == copy["gpu"]
 quotient = 1000 * product["limit"]["value"] / copy["limit"]["value"]  # TFLOP/s over GB/s
 print(f"{product['gpu']}: {quotient:.0f} operations per byte in float16")
 
@@ -1157,19 +1158,19 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
     print(report.summary())
 
 # %%
-# Small products show what comes before and behind the loop. Our clock, which starts before the launch, reads six or
-# seven microseconds for them. A profiler, which counts the kernel alone, gave 2.9 at 256³ for ours and for torch's, at
-# 512³ 3.7 and 3.9, and at 1024³ 6.9 and 6.3. The library's tiles are 64 × 32 as long as all of them run at once, which
-# they do at 512³. Each then reads little, and our rate there is :measured:`matmul-fp16: triton_gallery / torch at 512`
-# torch's.
+# Small products show what comes before and behind the loop. Our clock, which starts before the launch, reads six
+# microseconds at 256³ and ten at 1024³. A profiler, which counts the kernel alone, gave 2.9 at 256³ for ours and for
+# torch's on an H100, at 512³ 3.7 and 3.9, and at 1024³ 6.9 and 6.3. The library's tiles are 64 × 32 as long as all of
+# them run at once and :math:`K` is below 2048, as at 512³. Each then reads little, and our rate there is
+# :measured:`matmul-fp16: triton_gallery / torch at 512` torch's.
 #
-# Where does the rest of the time go? We let the fifth rung write down the cycle counter of its multiprocessor, at 1024³
-# on an H100. After 940 cycles the barriers are there, at 1900 the first copy starts, and at 4000 its tile has come from
-# memory. Sixteen steps along :math:`K` take 5000 cycles, and at 9900 the result has left. Half is not multiplying. The
-# order of tiles had its share in that: four divisions took 500 cycles ahead of the first copy, and others came behind
-# every tile, while the matrix unit waited. The host now passes an inverse of each divisor, a multiplication takes the
-# place of the division, and behind a tile it is done while the last product is under way. (None of this stands in a
-# record.)
+# And where does the time inside of a kernel go? We let the fifth rung write down the cycle counter of its
+# multiprocessor, at 1024³ on an H100. After 940 cycles the barriers are there, at 1900 the first copy starts, and at
+# 4000 its tile has come from memory. Sixteen steps along :math:`K` take 5000 cycles, and at 9900 the result has left.
+# Half is not multiplying. It used to be more: to find its tile, a program made four divisions, and its first copy
+# started 500 cycles later; others came behind every tile, while the matrix unit waited. Now the host passes an inverse
+# of each divisor, a multiplication takes the place of the division, and behind a tile it is done while the last product
+# is under way. (None of this stands in a record.)
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes the fifth rung with
@@ -1205,9 +1206,9 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
-# at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. Smaller products gain little or nothing: at
-# 512³ we are at :measured:`matmul-fp32: triton_gallery / torch at 512`. There are few tiles, and cuBLAS has more ways
-# to cut them.
+# at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. At 1024³ it is :measured:`matmul-fp32:
+# triton_gallery / torch at 1024`. Below that we gain little or nothing, at 512³ :measured:`matmul-fp32: triton_gallery
+# / torch at 512`: there are few tiles, and cuBLAS has more ways to cut them.
 #
 # The time of a thin product is that of reading its weight. Up to 128 rows we are ahead of torch or about even, at
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
@@ -1240,14 +1241,15 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # power, and a few per cent are the run's own.) While a tile is on its way out the matrix unit waits, so each
 # instruction of the activation counts: this one squares the inverse of a root, which the GPU has an instruction for,
 # and needs no division.
-
+#
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` of torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
-# what chosen sizes hide. The lowest have few tiles and a :math:`K` that the library cuts badly or not at all: parts of
-# the third rung are equal and multiples of 16, and 4432 is 16 times a prime number; and they are at least 1024 long.
-# With a :math:`K` in the hundreds and more tiles than there are multiprocessors we were mostly slower than torch
-# when we tried them. There it is cuBLAS's choice of tiles that we lack: for 1040 × 944 × 352 it has 119 of 64 × 136,
-# one round, where our 72 of 128 × 128 leave almost half of the multiprocessors idle.
+# what chosen sizes hide. The lowest have tiles for less than the whole GPU, and a :math:`K` that the library cuts badly
+# or not at all: parts of the third rung are equal and multiples of 16, and 4432 is 16 times a prime number; they are at
+# least 1024 long; and where more than half of the multiprocessors have a tile there are no parts. With a :math:`K` in
+# the hundreds and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in all that were drawn.
+# There it is cuBLAS's choice of tiles that we lack: for 1040 × 944 × 352 it has 119 of 64 × 136, one round, where our
+# 72 of 128 × 128 leave almost half of the multiprocessors idle.
 
 # %%
 # Break it: forget the short group

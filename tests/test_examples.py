@@ -222,6 +222,13 @@ def test_page_has_its_sections_in_order(page):
 
 
 @each_page
+def test_page_has_no_paragraph_that_would_be_code(page):
+    # An empty line ends a text: what follows without a #, or # %%, is code.
+    stray = re.compile(r"^#(?: .*)?\n\n((?:#(?! %%| quote:).*\n)+)(?=\n|\Z)", re.MULTILINE)
+    assert not stray.findall(page.read_text(encoding="utf-8"))
+
+
+@each_page
 def test_page_has_a_heading_for_every_section(page):
     headings = re.findall(r"^# (.+)\n# -{3,}$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(headings) == len(set(headings)) >= 11

@@ -122,9 +122,10 @@ def test_every_operation_has_its_own_digest(name):
 
 
 PAGE = """
-SIZES = [m + k for m, k in [(1, 0)]]
+SIZES = [m + k + p for m, k, p in [(1, 0, p) for p in p]]
 OTHER = [2]
 m = [7]
+p = [9]
 n = [4]
 call = [5]
 
@@ -153,7 +154,8 @@ def plot():
         ("[7]", "[8]", True),  # and a comprehension's m
         ('title="x"', 'title="y"', True),
         ("return OTHER", "return 1", True),
-        ("(1, 0)", "(3, 0)", False),
+        ("(1, 0, p)", "(3, 0, p)", False),
+        ("[9]", "[10]", False),  # what a comprehension walks along is not its own, whatever it is called
         ("return n\n", "return -n\n", False),
         ("inputs(n), SIZES", "SIZES, inputs(n)", False),
     ],

@@ -110,7 +110,9 @@ def _names_in(node: object) -> set[str]:
         return {node.id}
     names = set().union(*(_names_in(part) for _, part in _parts(node))) if isinstance(node, ast.AST) else set()
     if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-        return names - set().union(*(_names_in(part.target) for part in node.generators))
+        # The first iterable is evaluated outside, where its names are not yet the comprehension's.
+        own = set().union(*(_names_in(part.target) for part in node.generators))
+        return (names - own) | _names_in(node.generators[0].iter)
     return names - _own(node) if isinstance(node, ast.FunctionDef | ast.Lambda) else names
 
 

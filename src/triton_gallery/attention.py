@@ -1102,9 +1102,10 @@ def attention(
         On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so does their
         backward pass where the larger head_dim is more than 16. With rows of up to 128 numbers it keeps the gradient of
         q in float32 and adds it up in no fixed order. :func:`torch.use_deterministic_algorithms` selects kernels whose
-        sums have one: with these, and in every other case, forward and backward repeat bit for bit. Their known defect:
-        without a window, a query whose scores of the last keys it may see, up to 128, are all -inf, as from keys of
-        -inf, gets NaN although it has other keys.
+        sums have one: with these, and in every other case, forward and backward repeat bit for bit.
+
+        A known defect of Hopper's forward kernels: without a window, a query gets NaN if its scores with the last keys
+        that it may see, up to 128 of them, are all -inf, as with keys of -inf, although it has other keys.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 

@@ -2,8 +2,9 @@
 
 Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
-- Large products go to the kernel that works with TMA and specialized warps; those with up to 64 rows or columns, and
-  those whose tiles of 64 × 64 the GPU computes all at once, go to the pointer kernel.
+- Large products go to the kernel that works with TMA and specialized warps. The pointer kernel takes those with up to
+  64 rows or columns, those whose tiles of 64 × 64 run all at once, unless a long K makes enough parts of them, and of
+  those with a K of up to 256 all but the largest.
 - Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
   tile in float32, and a second kernel adds up the parts, always in the same order.
 - TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
@@ -215,11 +216,12 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> 
     if K <= 256:
         # The start is most of the time. Tiles that are soon done have to be many.
         return min(M, N) >= 128 and n_tiles > 2 * n_processors and n_tiles * K > 360 * n_processors
-    if min(M, N) > 64 and n_tiles * (K // 4096) > n_processors * 3 // 8:
-        # A long K may be cut, and each part of a tile counts.
-        return True
-    # The pointer kernel is the quicker one as long as it can compute all tiles of 64 × 64 at once.
-    return n_matrices * cdiv(M, 64) * cdiv(N, 64) > n_processors
+    if min(M, N) <= 64:
+        return False
+    # A long K may be cut, and each part of a tile counts. Otherwise the pointer kernel is the quicker one as long as it
+    # can compute all tiles of 64 × 64 at once.
+    is_cut = n_tiles * (K // 4096) > n_processors * 3 // 8
+    return is_cut or n_matrices * cdiv(M, 64) * cdiv(N, 64) > n_processors
 
 
 def row_bytes(x: torch.Tensor) -> int:
