@@ -193,6 +193,7 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("layer_norm 4096x40999", "sm_90"): (58, "the same, and sums of four chunks"),
     ("layer_norm 4096x49152", "sm_90"): (24, "the same as with 24576"),
     ("rms_norm 4096x16384", "sm_90"): (20, "five values, with Triton 3.9 alone"),
+    ("matmul 1024x1024 1024x1024 float64", "sm_100"): (12, "a value of 8 bytes and one of 4"),
     ("matmul 4096x4096 4096 float64", "sm_90"): (8, "a value of 8 bytes, with Triton 3.9 alone"),
     ("matmul 4096x4096 4096 float64", "sm_100"): (8, "the same"),
     ("matmul 1024x1024 1024x1024", "sm_120"): (12, "three values: ptxas sets itself a limit of 80 registers"),

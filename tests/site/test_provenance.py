@@ -39,12 +39,13 @@ def test_every_figure_and_table_links_its_data_and_the_command(site, example):
     page = read(site, name)
     names = [path.stem for path in RECORDS if gallery.page_of(json.loads(path.read_text("utf-8"))) == example.stem]
     links = re.findall(r'<a download="([^"]*)" href="([^"]*)">[^<]*</a>', page)
-    # Each has a figure and a table.
-    files = [f"{name}.{suffix}" for name in names for suffix in ("csv", "json")]
-    assert names and sorted(file for file, _ in links) == sorted(2 * files) and "data:text" not in page
+    # Each benchmark has a figure, and a table for each GPU.
+    shown = [*names, *dict.fromkeys(names)]
+    files = [f"{name}.{suffix}" for name in shown for suffix in ("csv", "json")]
+    assert names and sorted(file for file, _ in links) == sorted(files) and "data:text" not in page
     for _, link in links:
         assert ((site / name).parent / link).is_file(), link
-    assert len(re.findall(r"made by <code>make \w+[^<]*</code> at commit", page)) == 2 * len(names)
+    assert len(re.findall(r"made by <code>make \w+[^<]*</code> at commit", page)) == len(shown)
 
 
 @pytest.mark.parametrize("source", GUIDE, ids=lambda path: path.stem)
@@ -76,7 +77,14 @@ def test_no_page_shows_numbers_of_a_text_that_changed(site):
         found = gallery.report(path.stem, path.parent.name)
         if not found.outdated:
             continue
+        gpus = {other.parent.name for other in RECORDS if other.stem == path.stem}
+        current = any(not gallery.report(path.stem, gpu).outdated for gpu in gpus)
         for page in site.rglob("*.html"):
+            text = page.read_text(encoding="utf-8")
+            # Another GPU's record, of today's kernels, has the same title.
+            if current:
+                _, _, text = text.partition(f'id="record-{path.parent.name}-{path.stem}"')
+                text, _, _ = text.partition('id="record-')
             caption = f"<caption>{found.record['title']}, in {found.record['unit']}"
-            assert caption not in page.read_text(encoding="utf-8"), f"{page}: {path.stem} is out of date"
+            assert caption not in text, f"{page}: {path.stem} is out of date"
         assert found.status()[0] in text_of(read(site, "getting-started/benchmarks"))
