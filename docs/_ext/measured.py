@@ -89,7 +89,7 @@ class MeasuredTable(SphinxDirective):
                 found = {gpu: report(name, gpu) for gpu in gpus(name)}
                 if all(x not in map(str, one.xs) for one in found.values()):
                     raise LookupError(f"no record of {name} has {x}")
-                # What another GPU's record says of today's kernels, nobody needs to miss in an older one.
+                # An outdated record has no figures: it is shown only where no GPU has others.
                 current = {gpu: one for gpu, one in found.items() if not one.outdated}
                 for gpu, one in (current or found).items():
                     tabs.setdefault(gpu, []).append((name, *_row(one, label(gpu, name), x)))
