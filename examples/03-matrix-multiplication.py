@@ -393,8 +393,8 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 # - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
 #   that addresses follow each other, and wrapping round hides that. If a size is a multiple of 16, which the launcher
 #   says with `ALIGN_M` and `ALIGN_N`, runs of 16 stay whole. Without the promise each number of :math:`B` is loaded by
-#   itself: when `my_matmul` once forgot it, tiles of 128 × 128 reached 52 TFLOP/s at 4096³ on an H100, a twelfth of
-#   what an H200 had reached with it. (No record holds that.)
+#   itself: when `my_matmul` once forgot it, its tiles of 128 × 128 reached, on an H100, a twelfth of what an H200 had
+#   reached with it. (No record holds that.)
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
 #   is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs to 10 bits of
