@@ -385,7 +385,7 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   has no instruction that divides integers, and all those divisions took a small product up to a tenth of its time,
 #   before the first load. A subtraction does, unless the whole matrix has fewer rows than a tile. Letting row 0 stand
 #   in for all surplus rows is simpler still, and was a mistake: hundreds of programs then ask one place in the L2
-#   cache for the same few bytes, and some products took half as long again.
+#   cache for the same few bytes, and some products took half as long again. (No record holds that.)
 # - `a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak` is where a tile of :math:`A` lies. Element
 #   :math:`(m, k)` of any matrix is :math:`m` row strides and :math:`k` column strides behind the first, whether it is
 #   dense, cut out of a larger one or transposed, which exchanges the two. A step along :math:`K` is an addition to all
@@ -393,8 +393,7 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 # - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
 #   that addresses follow each other, and wrapping round hides that. If a size is a multiple of 16, which the launcher
 #   says with `ALIGN_M` and `ALIGN_N`, runs of 16 stay whole. Without the promise each number of :math:`B` is loaded by
-#   itself: when `my_matmul` once forgot it, its tiles of 128 × 128 reached, on an H100, a twelfth of what an H200 had
-#   reached with it. (No record holds that.)
+#   itself: when `my_matmul` once forgot it, large products took many times as long. (No record holds that.)
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
 #   is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs to 10 bits of
@@ -841,8 +840,9 @@ for tile in ((128, 256), (192, 128), (64, 256), (64, 128)):
     print("{} × {}: {:.0f} bytes from L2 in each cycle".format(*tile, bytes_per_cycle(*tile)))
 
 # %%
-# That is what a tile asks for at the full rate of the matrix unit. Pieces of 64 rows ask for far more than whole tiles,
-# and reached 0.57 to 0.72 of the best tile's rate when we tried them. (No record holds that.)
+# That is what a tile asks for at the full rate of the matrix unit. How many bytes L2 delivers in a cycle we have not
+# measured; the pieces of 64 rows did not reach the rate of whole tiles when we tried them. (`_ALONE` in
+# `hopper/matmul_specialized.py` holds what they reached; no record does.)
 #
 # Or each program sums over a part of :math:`K`. (Batches of products never do.) All but one leave their sums in memory;
 # the last one adds those of the others to its own, always in the same order, and stores the tile. Up to four programs
@@ -866,8 +866,8 @@ for n in (4352, 5120, 5632, 8192):
 # which programs start, but it does not matter here: those that others wait for wait for nobody, and those that wait are
 # too few to keep them out, at most half as many as there are multiprocessors. (On page two all programs of a row wait
 # for each other, which takes a *cooperative* launch.) The sums have a price, some microseconds to write and to read
-# them. So the library divides :math:`K` where it is long, and rows where it is short: a round of :math:`K = 1024` takes
-# no longer than that price.
+# them. So the library divides :math:`K` where it is long, and rows where it is short: with :math:`K = 1024`, the price is
+# more than what a round loses by not sharing.
 #
 # *Stream-K*, which the references name, goes further: programs get equal parts of all the work, which begin and end
 # within tiles. We tried this for the last round. A program then works on parts of two tiles, and what the second one
@@ -1058,6 +1058,9 @@ for name, some in (("all", [*ratios.values()]), ("below a billion operations", s
 print("the lowest five:")
 for operations in sorted(ratios, key=ratios.get)[:5]:
     print("{:6} × {:5} × {:5} {}  {:.3f}".format(*drawn[operations], ratios[operations]))
+n_tiles = {x: triton.cdiv(M, 64) * triton.cdiv(N, 64) for x, (M, N, K, _) in drawn.items() if 200 <= K < 1000}
+middle = [ratios[x] for x, n in n_tiles.items() if n > 132]
+print(f"K of 200 to 1000 and more than 132 tiles of 64 × 64: {len(middle)}, {min(middle):.3f} to {max(middle):.3f}")
 
 # %%
 
@@ -1159,11 +1162,16 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
     print(report.summary())
 
 # %%
-# Small products show what comes before and behind the loop. Our clock, which starts before the launch, reads six
-# microseconds at 256³ and ten at 1024³. A profiler, which counts the kernel alone, gave 2.9 at 256³ for ours and for
-# torch's on an H100, at 512³ 3.7 and 3.9, and at 1024³ 6.9 and 6.3. The library's tiles are 64 × 32 as long as all of
-# them run at once and :math:`K` is below 2048, as at 512³. Each then reads little, and our rate there is
-# :measured:`matmul-fp16: triton_gallery / torch at 512` torch's.
+# Small products show what comes before and behind the loop. As times, the first rates are
+
+for n in (256, 512, 1024):
+    print(f"{n}³: {2 * n**3 / report_fp16.series('triton_gallery')[n] * 1e-6:.1f} µs")
+
+# %%
+# That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave 2.9 at 256³ for
+# ours and for torch's on an H100, at 512³ 3.7 and 3.9, and at 1024³ 6.9 and 6.3. (No record holds these.) The library's
+# tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 2048, as at 512³. Each then reads little,
+# and our rate there is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's.
 #
 # And where does the time inside of a kernel go? We let the fifth rung write down the cycle counter of its
 # multiprocessor, at 1024³ on an H100. After 940 cycles the barriers are there, at 1900 the first copy starts, and at
@@ -1208,10 +1216,11 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
 # at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. At 1024³ it is :measured:`matmul-fp32:
-# triton_gallery / torch at 1024`. Below that we gain little or nothing, at 512³ :measured:`matmul-fp32: triton_gallery
-# / torch at 512`: there are few tiles, and cuBLAS has more ways to cut them.
+# triton_gallery / torch at 1024`. Below that there are few tiles, and we gain little or lose: we are at
+# :measured:`matmul-fp32: triton_gallery / torch at 768` at 768³ and at :measured:`matmul-fp32: triton_gallery / torch
+# at 512` at 512³.
 #
-# The time of a thin product is that of reading its weight. Up to 128 rows we are ahead of torch or about even, at
+# The time of a thin product is that of reading its weight. Up to 256 rows we are ahead of torch or about even, at
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
@@ -1246,11 +1255,12 @@ for report in (report_fp16, report_bf16, report_fp8, report_fp32):
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` of torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
 # what chosen sizes hide. The lowest have tiles for less than the whole GPU, and a :math:`K` that the library cuts badly
-# or not at all: parts of the third rung are equal and multiples of 16, and 4432 is 16 times a prime number; they are at
-# least 1024 long; and where more than half of the multiprocessors have a tile there are no parts. With a :math:`K` in
-# the hundreds and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in all that were drawn.
-# There it is cuBLAS's choice of tiles that we lack: for 1040 × 944 × 352 it has 119 of 64 × 136, one round, where our
-# 72 of 128 × 128 leave almost half of the multiprocessors idle.
+# or not at all. The third rung's parts are equal, multiples of 16 and at least 1024 long: 16 × 32 × 15104 has room for
+# 14, but 944, its number of sixteens, has no divisor between 8 and 14. Where more than half of the multiprocessors have
+# a tile, as for 2128 × 112 × 4432, there are no parts. With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than
+# there are multiprocessors we are slower than torch in all that were drawn, as the last line above says. For one of
+# them, 1040 × 944 × 352, cuBLAS's kernel has 119 tiles of 64 × 136, one round, where our 72 of 128 × 128 leave almost
+# half of the multiprocessors idle; the others we have not looked into. (No record holds that.)
 
 # %%
 # Break it: forget the short group

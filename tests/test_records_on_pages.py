@@ -1,18 +1,20 @@
 """What pages say about records: where numbers are from, that they are out of date, a tab for each GPU, the history."""
 
 import html
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import gallery
 import pytest
 import torch
 
-from triton_gallery import _report, benchmark
+from triton_gallery import _report, _source, benchmark
 
 # A machine that only measures has no Sphinx.
 SphinxTestApp = pytest.importorskip("sphinx.testing.util").SphinxTestApp
@@ -39,8 +41,7 @@ def made_up(gpu: str, factor: float = 1.0, **changes) -> dict:
     """The committed record of softmax with other figures, as if another GPU had measured the present text."""
     record = json.loads((SHIPPED / f"{NAME}.json").read_text(encoding="utf-8")) | {"gpu": gpu, "title": "Softmax"}
     record["rows"] = [row | {key: factor * row[key] for key in _report.FIGURES} for row in record["rows"]]
-    (page,) = gallery.EXAMPLES.glob("*-fused-softmax.py")
-    digest = gallery._benchmark(page.read_text(encoding="utf-8"), "bench_softmax")
+    (digest,) = gallery.benchmark_digests(record)
     record["text"] = {**benchmark.kernel_digests(NAME), "benchmark": digest}
     return record | changes
 
@@ -125,7 +126,7 @@ def test_a_page_with_recorded_numbers_ends_with_where_they_are_from(folder, buil
 
 def test_a_caption_tells_where_a_record_is_from(folder, build, monkeypatch):
     pages = gallery.measuring() | {"chapter-7": 'sweep("softmax-fp8", [1, 2])'}
-    monkeypatch.setattr(gallery, "measuring", lambda: pages)
+    monkeypatch.setattr(gallery, "measuring", lambda *folders: pages)
     text, warnings, page, _ = build(f":provenance:`{NAME}`\n\n:provenance:`softmax-fp8`\n\n.. records::\n", "records")
     assert not warnings
     assert re.search(rf"Record {NAME}: measured on NVIDIA H200, 2026-[\d-]+, commit \w+\.\n", text)
@@ -139,7 +140,7 @@ def test_a_caption_tells_where_a_record_is_from(folder, build, monkeypatch):
 
 
 def test_what_a_benchmark_has_not_measured_yet_is_no_mistake(folder, monkeypatch):
-    monkeypatch.setattr(gallery, "measuring", lambda: {"chapter-7": 'sweep("softmax-fp8", [1, 2])'})
+    monkeypatch.setattr(gallery, "measuring", lambda *folders: {"chapter-7": 'sweep("softmax-fp8", [1, 2])'})
     assert gallery.measured("softmax-fp8: torch at 1") == "not yet measured"
     with pytest.raises(LookupError, match="no record is committed"):
         gallery.measured("softmax-fp4: torch at 1")
@@ -355,16 +356,37 @@ def test_every_committed_record_is_of_a_page_and_in_the_table_of_the_home_page()
         assert gallery.page_of(record), f"{path.name}: no page has {record['inputs'].partition('(')[0]}"
 
 
-def test_the_commit_of_every_record_is_in_the_history():
-    def in_git(*arguments):
-        return subprocess.run(["git", "-C", gallery.ROOT, *arguments], capture_output=True, text=True)
+def in_git(*arguments):
+    return subprocess.run(["git", "-C", gallery.ROOT, *arguments], capture_output=True)
 
-    if in_git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+
+@pytest.fixture
+def whole_history():
+    if in_git("rev-parse", "--is-shallow-repository").stdout.strip() != b"false":
         pytest.skip("the history is not here, or not all of it")
+
+
+def test_the_commit_of_every_record_is_in_the_history(whole_history):
     named = {json.loads(path.read_text(encoding="utf-8"))["commit"] for path in measured.RECORDS.glob("*/*.json")}
     for path in gallery.ROOT.glob("tests/records/*/environment.csv"):
         named |= set(re.findall(r"^commit,(.+)", path.read_text(encoding="utf-8"), re.MULTILINE))
     assert named and not [name for name in named if in_git("merge-base", "--is-ancestor", name, "HEAD").returncode]
+
+
+def test_every_record_is_of_the_text_of_its_commit(whole_history, tmp_path):
+    """Whoever measures may name a commit that is not what was measured, or change how digests are made afterwards."""
+    paths = ("src/triton_gallery", "examples", "docs/programming-guide")
+    for path in measured.RECORDS.glob("*/*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        tree = tmp_path / record["commit"]
+        if not tree.exists():
+            packed = io.BytesIO(in_git("archive", record["commit"], *paths).stdout)
+            tarfile.open(fileobj=packed).extractall(tree, filter="data")
+        digests = _source.kernel_digests(path.stem, tree / "src" / "triton_gallery")
+        pages = gallery.benchmark_digests(record, tree / "examples", tree / "docs" / "programming-guide", tree / "src")
+        text = dict(record["text"])
+        assert text.pop("benchmark") in pages, path
+        assert text == {part: digests[part] for part in text} and {"kernels", "launch"} <= set(text), path
 
 
 def test_the_same_record_draws_the_same_file(folder, tmp_path):

@@ -22,11 +22,9 @@ blocks, line by line where it stands in the chapter.
 
 import argparse
 import ast
-import dataclasses
 import functools
 import hashlib
 import io
-import itertools
 import json
 import os
 import re
@@ -90,13 +88,13 @@ def measured(reference: str) -> str:
     """What the committed record says, such as ``2.71×`` for ``softmax-fp16: triton_gallery / torch at 4096``."""
     # Not above: only pages that refer to a record need the package and torch.
     from triton_gallery._report import NOT_YET
-    from triton_gallery.benchmark import quote
+    from triton_gallery.benchmark import _parse
 
     reference = _in_one_line(reference)
     name = reference.partition(":")[0]
     try:
-        text = quote(reference)
-        return NOT_YET if report(name).outdated else text
+        name, *what = _parse(reference)
+        return report(name).quote(*what)
     except (LookupError, ValueError, OSError) as error:
         if isinstance(error, FileNotFoundError) and is_declared(name):
             return NOT_YET
@@ -105,13 +103,21 @@ def measured(reference: str) -> str:
 
 def report(name: str, gpu: str | None = None):
     """The committed record as a report that knows what changed since: the kernels, or the benchmark in its page."""
-    from triton_gallery.benchmark import load
+    from triton_gallery.benchmark import _load
 
-    loaded = load(name, gpu)
-    function = loaded.record["inputs"].partition("(")[0]
-    digests = [_benchmark(text, function) for text in measuring().values() if f"def {function}(" in text]
-    changed = set() if loaded.record["text"]["benchmark"] in digests else {"benchmark"}
-    return dataclasses.replace(loaded, changed=loaded.changed | changed)
+    def changed(record: dict) -> frozenset[str]:
+        return frozenset() if record["text"]["benchmark"] in benchmark_digests(record) else frozenset({"benchmark"})
+
+    return _load(name, gpu, changed)
+
+
+def benchmark_digests(record: dict, examples: Path | None = None, guide: Path | None = None, src: Path = SRC) -> set:
+    """The digest of a record's benchmark in each page or chapter that has a function of its name."""
+    from triton_gallery._source import function_digest
+
+    function = record["inputs"].partition("(")[0]
+    texts = [text for text in measuring(examples, guide).values() if f"def {function}(" in text]
+    return {function_digest(_expanded("", text, src, keep_references=True), function) for text in texts}
 
 
 def page_of(record: dict) -> str | None:
@@ -128,10 +134,12 @@ def outdated(names: str = "*") -> Iterator[str]:
             yield f"{path.parent.name}/{path.stem}: {status}; make record PAGE={page_of(found.record)}"
 
 
-def measuring() -> dict[str, str]:
+def measuring(examples: Path | None = None, guide: Path | None = None) -> dict[str, str]:
     """The code of everything that measures, by the name that ``make record PAGE=`` knows: pages, then chapters."""
-    pages = {page.stem: page.read_text(encoding="utf-8") for page in sorted(EXAMPLES.glob(_PAGES))}
-    chapters = {path.parent.name: script(path.read_text(encoding="utf-8")) for path in sorted(GUIDE.glob("*/*.rst"))}
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in sorted((examples or EXAMPLES).glob(_PAGES))}
+    chapters = {
+        path.parent.name: script(path.read_text(encoding="utf-8")) for path in sorted((guide or GUIDE).glob("*/*.rst"))
+    }
     return pages | {name: text for name, text in chapters.items() if "perf_report(" in text}
 
 
@@ -152,12 +160,6 @@ def script(chapter: str) -> str:
 
 
 @functools.cache
-def _benchmark(text: str, function: str) -> str | None:
-    from triton_gallery._source import function_digest
-
-    return function_digest(_expanded("", text, SRC, keep_references=True), function)
-
-
 def cited(key: str) -> str:
     """The work with this key in docs/refs.bib, such as ```Layer Normalization <https://…>`_, Ba and Kiros, 2016``."""
     work = _works(REFERENCES.read_text(encoding="utf-8")).get(key)
@@ -283,13 +285,14 @@ def fingerprint(page: Path, src: Path = SRC) -> str:
     from triton_gallery import __version__
 
     digest = hashlib.sha256(f"{machine()} {first_cell(__version__)}".encode())
-    # What all pages print with, and the records that limits are taken from.
+    # What all pages print with, and the limits, which a roofline may take from any record.
     package = src / "triton_gallery"
     tools = [package / f"{name}.py" for name in ("benchmark", "codegen", "trace")]
     shared = [*tools, *package.glob("_*.py"), *package.glob("hopper/_*.py")]
-    limits = [package.glob(f"records/*/{name}.json") for name in ("vector-add-fp32", "matmul-[bf]*")]
-    for file in sorted(file for file in itertools.chain(shared, *limits) if file.exists()):
+    for file in sorted(file for file in shared if file.exists()):
         digest.update(file.read_bytes())
+    for record in sorted(package.glob("records/*/*.json")):
+        digest.update(repr(json.loads(record.read_text(encoding="utf-8"))["limit"]).encode())
     modules = {_split(name.strip(), src)[0] for name in _QUOTE.findall(page.read_text(encoding="utf-8"))}
     for module in sorted(modules):
         # With the kernels for one GPU, such as hopper/softmax.py.

@@ -34,8 +34,6 @@ import triton
 from ._report import COPY, FIGURES, OURS, PROVENANCE, Report, is_ours, is_study, plot_roofline, slug, validate
 from ._source import function_digest, kernel_digests
 
-# A committed record that holds each limit, for reports that were measured elsewhere
-_LIMIT_RECORDS = {"copy": "vector-add-fp32"} | {name: name for name in ("matmul-fp16", "matmul-bf16", "matmul-fp8")}
 _COPY_LIMIT = "copy by torch"
 LIMITS = {"copy": "GB/s", "matmul-fp16": "TFLOP/s", "matmul-bf16": "TFLOP/s", "matmul-fp8": "TFLOP/s"}
 
@@ -245,6 +243,11 @@ def load(name: str, gpu: str | None = None) -> Report:
         FileNotFoundError: no GPU's records hold this benchmark, or not those of `gpu`.
         ValueError: the record is not valid.
     """
+    return _load(name, gpu, lambda record: frozenset())
+
+
+def _load(name: str, gpu: str | None, also_changed: Callable[[dict], frozenset[str]]) -> Report:
+    """`load`, for callers that know more of what changed since a record was made."""
     gpus = sorted(folder.name for folder in _records().iterdir() if (folder / f"{name}.json").is_file())
     if not gpus:
         hint = "`make record` on a GPU machine measures it"
@@ -252,12 +255,15 @@ def load(name: str, gpu: str | None = None) -> Report:
     if gpu not in (None, *gpus):
         raise FileNotFoundError(f"benchmark {name}: gpu must be one of {', '.join(gpus)}, got {gpu!r}")
     here = slug(_gpu_name()) if _device() else None
-    reports, digests = [], kernel_digests(name)
+    first, digests = None, kernel_digests(name)
     for folder in [gpu] if gpu else [gpu for gpu in dict.fromkeys([here, "nvidia-h200", *gpus]) if gpu in gpus]:
         record = json.loads((_records() / folder / f"{name}.json").read_text(encoding="utf-8"))
         validate(record, f"{folder}/{name}.json")
-        reports.append(Report(record, changed=_changed(record, digests)))
-    return next((report for report in reports if not report.outdated), reports[0])
+        report = Report(record, changed=_changed(record, digests) | also_changed(record))
+        if not report.outdated:
+            return report
+        first = first or report
+    return first
 
 
 def _changed(record: dict, digests: dict[str, str | None]) -> frozenset[str]:
@@ -316,14 +322,14 @@ def _limit_of(report: Report, kind: str) -> dict:
     if of_kind and report.record["unit"] == LIMITS[kind] and report.record["limit"]:
         return report.record["limit"]
     folder = _records() / slug(report.record["gpu"])
-    file = folder / f"{_LIMIT_RECORDS[kind]}.json"
-    if kind == "copy" and not file.is_file():
-        # Every record that is limited by memory holds it.
-        for other in sorted(folder.iterdir(), key=lambda file: file.name) if folder.is_dir() else ():
-            limit_there = json.loads(other.read_text(encoding="utf-8"))["limit"]
-            if limit_there and limit_there["name"] == _COPY_LIMIT:
-                return limit_there
-    return json.loads(file.read_text(encoding="utf-8"))["limit"]
+    # A rate of products stands in the record of that name, and a copy in all that memory limits: the fastest counts.
+    files = folder.glob("*.json" if kind == "copy" else f"{kind}.json")
+    found = [json.loads(file.read_text(encoding="utf-8"))["limit"] for file in files]
+    found = [bound for bound in found if bound and (kind != "copy" or bound["name"] == _COPY_LIMIT)]
+    if not found:
+        raise FileNotFoundError(f"roofline: no committed record of {folder.name} holds the limit {kind}")
+    return max(found, key=lambda bound: bound["value"])
+
 
 
 # --- a benchmark ------------------------------------------------------------------------------------------------------
@@ -402,11 +408,10 @@ class PerfReport:
             if folder:
                 raise RuntimeError(f"{name}: TRITON_GALLERY_RECORDS is set, and there is no GPU to measure on")
             try:
-                report = load(name)
+                digest = {"benchmark": self._digest()}
+                report = _load(name, None, lambda record: _changed(record, digest))
             except FileNotFoundError:
                 report = Report(self._header() | {"limit": None, "rows": []})
-            changed = report.changed | _changed(report.record, {"benchmark": self._digest()})
-            report = dataclasses.replace(report, changed=changed)
             shown = report.status()[0] if report.outdated else f"the committed record is shown, {report.provenance()}"
             print(f"{name}: no GPU to measure on; {shown}.")
             return report
@@ -524,7 +529,7 @@ def quote(reference: str) -> str:
 
     Returns:
         A rate with its unit ("3122 GB/s"), a ratio ("2.71×"), or a share of the limit ("88 %"); "not yet measured"
-        where the kernels changed after the record was made.
+        where the kernels changed after the record was made, and no other GPU has one of today's.
 
     Raises:
         FileNotFoundError: no record has this name.
@@ -536,10 +541,16 @@ def quote(reference: str) -> str:
         >>> benchmark.quote("softmax-fp16: triton_gallery / torch at 4096")  # doctest: +ELLIPSIS
         '...×'
     """
+    name, *what = _parse(reference)
+    return load(name).quote(*what)
+
+
+def _parse(reference: str) -> tuple[str, str, str | None, str]:
+    """The benchmark's name, the series, what to divide it by, and where."""
     if not isinstance(reference, str):
         raise TypeError(f"quote: reference must be a str, got {type(reference).__name__}")
     match = _REFERENCE.fullmatch(reference.strip())
     if match is None:
         form = "'<benchmark>: <series> [/ <series>] at <x, worst, best or median>'"
         raise ValueError(f"quote: reference must read {form}, got {reference!r}")
-    return load(match["name"]).quote(match["series"], match["base"], match["at"])
+    return match["name"], match["series"], match["base"], match["at"]

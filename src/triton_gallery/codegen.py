@@ -23,6 +23,7 @@ from inspect import getsourcelines
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler.errors import CompilationError
 from triton.runtime.jit import KernelInterface
 
 from . import _launch
@@ -511,7 +512,7 @@ def _run(call: tuple, target: str, driver: _TargetDriver, keep_asm: bool) -> lis
                 function(*args, **kwargs)
     except Exception as error:
         # Where a kernel calls a function, Triton's error names the call, and its cause what is wrong there.
-        while error.__cause__ is not None:
+        while isinstance(error.__cause__, CompilationError):
             error = error.__cause__
         return f"{type(error).__name__}: {error}"
     # An autotuned kernel gives one list with an entry for each of its configurations.
