@@ -866,8 +866,8 @@ for n in (4352, 5120, 5632, 8192):
 # which programs start, but it does not matter here: those that others wait for wait for nobody, and those that wait are
 # too few to keep them out, at most half as many as there are multiprocessors. (On page two all programs of a row wait
 # for each other, which takes a *cooperative* launch.) The sums have a price, some microseconds to write and to read
-# them. So the library divides :math:`K` where it is long, and rows where it is short: with :math:`K = 1024`, the price is
-# more than what a round loses by not sharing.
+# them. So the library divides :math:`K` where it is long, and rows where it is short: with :math:`K = 1024`, the price
+# is more than what a round loses by not sharing.
 #
 # *Stream-K*, which the references name, goes further: programs get equal parts of all the work, which begin and end
 # within tiles. We tried this for the last round. A program then works on parts of two tiles, and what the second one

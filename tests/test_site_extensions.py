@@ -17,8 +17,6 @@ import preflight
 import pytest
 import torch
 
-import triton_gallery
-
 # A machine that only measures has no Sphinx.
 SphinxTestApp = pytest.importorskip("sphinx.testing.util").SphinxTestApp
 InventoryFile = pytest.importorskip("sphinx.util.inventory").InventoryFile

@@ -28,7 +28,7 @@ def kernel_digests(benchmark: str, package: Path = Path(__file__).parent) -> dic
         named = {name for name, nodes in definitions.items() if any(map(_is_kernel, nodes))}
         constants = {name for name, nodes in definitions.items() if all(map(_is_constant, nodes))}
         launchers = {name for name, nodes in definitions.items() if any(_launches(node, named) for node in nodes)}
-        # The folders hold nothing but kernels, their plans and launches; here gradients and argument checks are left out.
+        # A folder holds kernels, their plans and launches alone; a file beside it gradients and argument checks, too.
         around = _closure(definitions, launchers if path.parent == package else set(definitions)) - named - constants
         place = path.relative_to(package).as_posix()
         needed = _closure(definitions, named)

@@ -8,7 +8,6 @@ records are written to, ``GALLERY_COMMAND`` the command to note in them, and ``G
 of the sources without its git history.
 """
 
-import dataclasses
 import datetime
 import functools
 import importlib.resources
@@ -329,7 +328,6 @@ def _limit_of(report: Report, kind: str) -> dict:
     if not found:
         raise FileNotFoundError(f"roofline: no committed record of {folder.name} holds the limit {kind}")
     return max(found, key=lambda bound: bound["value"])
-
 
 
 # --- a benchmark ------------------------------------------------------------------------------------------------------
