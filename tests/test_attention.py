@@ -28,9 +28,6 @@ MASKS = {
 }
 MASK = pytest.mark.parametrize("mask", MASKS)
 
-# NumPy, which stands behind the interpreter, warns of every inf - inf; a GPU does not.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
 
 def allowed(seq_q, seq_k, is_causal=False, window=None, causal_alignment="top-left", device="cpu"):
     """The mask spelt out: whether query i may see key j."""
@@ -783,6 +780,19 @@ REFUSED = {
     "scale of bool": (qkv(), {"scale": True}, TypeError, "scale must be a number or None, got bool"),
     "scale of NaN": (qkv(), {"scale": NAN}, ValueError, "scale must be finite, got nan"),
     "infinite scale": (qkv(), {"scale": INF}, ValueError, "scale must be finite, got inf"),
+    "scale beyond float32": (
+        qkv(),
+        {"scale": 1e39},
+        ValueError,
+        "scale must be within 2e38 unless the tensors are float64, got 1e",
+    ),
+    "mask": (
+        qkv(),
+        {"attn_mask": torch.ones(1, 1)},
+        ValueError,
+        "attn_mask must be None, got Tensor; torch.nn.functional.s",
+    ),
+    "dropout": (qkv(), {"dropout_p": 0.1}, ValueError, "dropout_p must be 0, got 0.1; torch.nn.functional.scaled_dot_"),
     "huge scale": (qkv(), {"scale": 10**400}, ValueError, "scale must fit into float64, got an int of 1329 bits"),
     "is_causal of int": (qkv(), {"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
     "enable_gqa of None": (qkv(), {"enable_gqa": None}, TypeError, "enable_gqa must be True or False, got None"),

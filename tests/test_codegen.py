@@ -93,9 +93,38 @@ def misspelt(x):
     _launch.launch(_kernel_of_the_misspelt, (1,), x)
 
 
-def test_inspect_says_what_is_wrong_in_a_function_that_a_kernel_calls():
-    with pytest.raises(RuntimeError, match=r"(?s)misspelt failed for sm_90: .*def _misspelt.*no_such_method"):
-        codegen.inspect(misspelt, torch.empty(8, device="meta"), targets=["sm_90"])
+@triton.jit
+def _uneven(x):
+    return x + tl.sum(tl.arange(0, 7), axis=0)
+
+
+@triton.jit
+def _kernel_of_the_uneven(x_ptr):
+    tl.store(x_ptr, _uneven(tl.load(x_ptr)))
+
+
+def uneven(x):
+    _launch.launch(_kernel_of_the_uneven, (1,), x)
+
+
+def chained(x):
+    try:
+        {}["head"]
+    except KeyError as error:
+        raise ValueError("chained: there must be a head") from error
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (misspelt, r"(?s)misspelt failed for sm_90: .*def _misspelt.*no_such_method"),
+        (uneven, r"(?s)uneven failed for sm_90: .*def _uneven.*arange.*power of 2"),
+        (chained, "chained failed for sm_90: ValueError: chained: there must be a head"),
+    ],
+)
+def test_inspect_says_what_is_wrong_where(function, message):
+    with pytest.raises(RuntimeError, match=message):
+        codegen.inspect(function, torch.empty(8, device="meta"), targets=["sm_90"])
 
 
 def empty(*shape, dtype=torch.float16):

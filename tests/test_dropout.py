@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from hypothesis import strategies as st
@@ -628,6 +629,16 @@ def test_dropout_that_refuses_x_draws_no_seed(kind, device):
     with pytest.raises(TypeError, match="dropout: x must"):
         tg.dropout(x)
     assert torch.equal(torch.cuda.get_rng_state(device), state)
+
+
+def test_dropout_takes_a_sparse_gradient(device):
+    weight = torch.randn(7, 4, device=device, requires_grad=True)
+    rows = torch.tensor([2, 5], device=device)
+    grads = []
+    for sparse in (True, False):
+        out = F.embedding(rows, tg.dropout(weight, 0.25, seed=1), sparse=sparse)
+        grads += torch.autograd.grad(out.square().sum(), weight)
+    assert torch.equal(*grads) and grads[0].layout == torch.strided
 
 
 # --- fuzz ---

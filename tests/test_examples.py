@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from types import CodeType
@@ -113,6 +114,7 @@ def installed(tmp_path_factory) -> Path:
     (site,) = folder.glob("env/lib/*/site-packages")
     (site / "libraries.pth").write_text(f"{Path(torch.__file__).parents[1]}\n{Path(triton.__file__).parents[1]}\n")
     (wheel,) = folder.glob("*.whl")
+    assert "triton_gallery/py.typed" in zipfile.ZipFile(wheel).namelist()
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, cwd=folder, check=True, capture_output=True)
     return python

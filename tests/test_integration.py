@@ -295,6 +295,45 @@ def test_export_takes_sizes_as_numbers(pair, device):
     torch.testing.assert_close(program.module()(x), pair[1](x), **TOLERANCE)
 
 
+# Of a tensor (n, 16), whose n is known when the mask that selected its rows is.
+SELECTED = {
+    "add, a row": (lambda x: tg.add(x, x.new_ones(1, 16)), lambda x: x + x.new_ones(1, 16)),
+    "add, a column": (lambda x: tg.add(x, x[:, :1]), lambda x: x + x[:, :1]),
+    "softmax": (lambda x: tg.softmax(x, 0), lambda x: torch.softmax(x, 0)),
+    "matmul": (lambda x: tg.matmul(x, x.mT), lambda x: x @ x.mT),
+    "matmul, n matrices": (lambda x: tg.matmul(*[x.view(-1, 4, 4)] * 2), lambda x: x.view(-1, 4, 4) @ x.view(-1, 4, 4)),
+    "matmul, n by one": (lambda x: tg.matmul(x[:, None], x.new_ones(16, 4)), lambda x: x[:, None] @ x.new_ones(16, 4)),
+    "layer_norm": (lambda x: tg.layer_norm(x, 16), lambda x: F.layer_norm(x, (16,))),
+    "attention, n batches": (
+        lambda x: tg.attention(*[x.view(-1, 2, 2, 4)] * 3, is_causal=True),
+        lambda x: F.scaled_dot_product_attention(*[x.view(-1, 2, 2, 4)] * 3, is_causal=True),
+    ),
+    "attention, n keys": (
+        lambda x: tg.attention(x.new_ones(1, 3, 16), x[None], x[None]),
+        lambda x: (x.new_ones(1, 3, 16) @ x.mT / 4).softmax(-1) @ x,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", SELECTED.values(), ids=SELECTED)
+def test_sizes_that_depend_on_data(pair, device):
+    class Module(torch.nn.Module):
+        def forward(self, x, mask):
+            return pair[0](x[mask])
+
+    x = torch.randn(10, 16, device=device)
+    masks = [torch.arange(10, device=device) % n == 0 for n in (2, 3)]
+    program = torch.export.export(Module(), (x, masks[0]))
+    torch.testing.assert_close(program.module()(x, masks[1]), pair[1](x[masks[1]]), **TOLERANCE)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(Module(), fullgraph=True, backend="aot_eager")
+        for mask in masks:
+            ours = gradients_of(lambda x, mask=mask: compiled(x, mask), [x])
+            expected = gradients_of(lambda x, mask=mask: pair[1](x[mask]), [x])
+            torch.testing.assert_close(ours, expected, **TOLERANCE)
+
+
 @PAIR
 def test_compiled_vmap(pair, device):
     torch._dynamo.reset()
@@ -439,7 +478,7 @@ def test_subclasses_of_tensor(pair, device):
     torch.testing.assert_close([grad.inner for grad in grads], list(gradients_of(pair[1], args)[1]), **TOLERANCE)
 
 
-@pytest.mark.parametrize(
+FUNCTION = pytest.mark.parametrize(
     "function",
     [
         *(ours for ours, _ in PAIRS.values()),
@@ -449,6 +488,19 @@ def test_subclasses_of_tensor(pair, device):
     ],
     ids=[*PAIRS, "add 2", "add 2.5", "add True", "dropout without a seed", "dropout of all"],
 )
+
+
+@FUNCTION
+def test_meta_tensors_have_no_more_than_shapes(function, device):
+    metas = inputs("meta")
+    result, grads = gradients_of(function, metas)
+    expected, _ = gradients_of(function, inputs(device))
+    assert result.is_meta and result.dtype == expected.dtype
+    assert result.shape == expected.shape and result.stride() == expected.stride()
+    assert all(x.is_meta and x.shape == meta.shape for x, meta in zip(grads, metas, strict=True))
+
+
+@FUNCTION
 def test_fake_tensors_outside_of_their_mode(function, device):
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(x) for x in inputs(device)]

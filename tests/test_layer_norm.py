@@ -210,6 +210,15 @@ def test_long_rows_match_torch(norm, dtype, n_cols, device, small_blocks):
     check(norm, x, (n_cols,), make_params(norm, (n_cols,), dtype, device))
 
 
+@NORMS
+@pytest.mark.parametrize("n_cols", [5117, 8187])
+def test_rows_on_a_gpu_of_few_multiprocessors(norm, n_cols, device, monkeypatch):
+    # Fewer than there are places in a vector at which such a row may begin.
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 4)
+    x = torch.randn(3, n_cols, device=device).half()
+    check(norm, x, (n_cols,), make_params(norm, (n_cols,), x.dtype, device))
+
+
 @pytest.mark.parametrize("n_cols", [8192, 16385, 32768])
 def test_long_rows_match_torch_with_the_shipped_blocks(n_cols, device, monkeypatch):
     monkeypatch.setattr(module, "_DWDB_TILE", 65536)  # few programs for the interpreter

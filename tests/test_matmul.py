@@ -720,8 +720,7 @@ def test_matmul_skips_autograd_without_gradients():
             TypeError,
             "must not require a gradient in float8_e5m2",
         ),
-        (lambda a, b: tg.matmul(a.to("meta"), b.to("meta")), ValueError, "matmul: a must hold data, got a meta tensor"),
-        (lambda a, b: tg.matmul(a, b.to("meta")), ValueError, "matmul: b must hold data"),
+        (lambda a, b: tg.matmul(a, b.to("meta")), ValueError, "matmul: b must be on the device of a, .*, got meta"),
     ],
 )  # fmt: skip
 def test_matmul_refuses(call, error, message):

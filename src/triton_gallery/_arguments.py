@@ -17,8 +17,8 @@ NUMBERS = (*INTS, float, torch.SymFloat)
 
 def number(x: object) -> object:
     """The Python number for a NumPy scalar, which torch takes for one, too; anything else as it is."""
-    if isinstance(x, np.integer):
-        return int(x)
+    if isinstance(x, (np.integer, np.bool_)):
+        return x.item()
     return float(x) if isinstance(x, np.floating) else x
 
 
@@ -41,8 +41,6 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
             "triton to run on CPU tensors in the interpreter"
         )
     refuse_tangents(op, x)
-    if device == "meta" and not is_compile_only() and not is_tracing():
-        raise ValueError(f"{op}: {name} must hold data, got a meta tensor")
 
 
 def refuse_tangents(op: str, *tensors: torch.Tensor) -> None:
@@ -80,11 +78,12 @@ def is_tracing() -> bool:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether x's memory holds its elements, as no view with a pending sign and no wrapper's does."""
+    """Whether x's memory holds its elements, as no view with a pending sign, no meta tensor's and no wrapper's does."""
     return (
         type(x) in TENSORS
         and not x.is_neg()
         and not x._is_zerotensor()
+        and (is_compile_only() or not x.is_meta)
         and not torch._C._functorch.is_legacy_batchedtensor(x)
     )
 

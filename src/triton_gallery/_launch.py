@@ -7,6 +7,7 @@ call would build.
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -46,19 +47,28 @@ def collapse(shape: Iterable[int], *strides: Iterable[int]) -> tuple[tuple[int, 
     return tuple(sizes or [1]), [tuple(m or [1]) for m in merged]
 
 
+def known(condition: bool | torch.SymBool) -> bool:
+    """A condition on sizes; False where a tracer cannot tell, because they depend on data, as those of x[mask] do."""
+    if not (isinstance(condition, torch.SymBool) or torch.compiler.is_compiling()):
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that two shapes broadcast to, or None where they do not.
 
     torch.broadcast_shapes takes the host as long as the GPU needs to add two small tensors, and makes torch.export
-    take a size that varies for a constant.
+    take a size that varies for a constant. Sizes that depend on data count as no 1, and as those that they meet.
     """
     if len(first) < len(second):
         first, second = second, first
     shape = list(first)
     for d in range(-len(second), 0):
-        if shape[d] == 1:
+        if known(shape[d] == 1):
             shape[d] = second[d]
-        elif second[d] != 1 and second[d] != shape[d]:
+        elif not known(second[d] == 1) and known(second[d] != shape[d]):
             return None
     return tuple(shape)
 
@@ -295,8 +305,9 @@ def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -
             return TensorDescriptor(widen(arg.base), arg.shape, arg.strides, arg.block_shape, arg.padding)
         return widen(arg) if isinstance(arg, torch.Tensor) else arg
 
-    # NumPy, which computes here, warns of inf - inf and the like; a GPU does not.
-    with interpreter_lock, np.errstate(all="ignore"):
+    # NumPy, which computes here, warns of inf - inf, rows of NaN and the like; a GPU does not.
+    with interpreter_lock, np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
         kernel[grid](*map(convert, args), **meta)
     for memory, wide in widened.values():
         # Only what the kernel wrote goes back: writing an input, even with the same values, would trip autograd's

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterable
 from itertools import combinations
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType
+from typing import TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -21,8 +22,10 @@ _empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 # What tells torch.compile that its inputs are like those it compiled for.
 _TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
+_Function = TypeVar("_Function", bound=Callable)
 
-def replayed(function: Callable, varying: int | None = None, tf32: bool = False) -> Callable:
+
+def replayed(function: _Function, varying: int | None = None, tf32: bool = False) -> _Function:
     """`function`, whose later calls with arguments of the same kind go to the kernels without the Python between.
 
     On a GPU most of what a small call costs is Python: checks, strides, block sizes. All of that follows from shapes,

@@ -29,6 +29,7 @@ from ._launch import (
     descriptor,
     is_amd,
     is_hopper,
+    known,
     launch,
     next_power_of_2,
     num_multiprocessors,
@@ -1046,8 +1047,10 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
@@ -1069,6 +1072,8 @@ def attention(
         q: (..., heads, seq_q, head_dim); float16, bfloat16, float32 or float64. Leading dimensions may be missing.
         k: (..., heads, seq_k, head_dim), dtype and device of q; head_dim from 1 to 256.
         v: (..., heads, seq_k, head_dim_v), as k; head_dim_v may differ from head_dim.
+        attn_mask: None alone, for callers of torch's function; `is_causal` and `window` are the masks that there are.
+        dropout_p: 0 alone, likewise.
         is_causal: whether a query is kept from the keys after its position.
         scale: factor of the scores; 1 / sqrt(head_dim) when None.
         enable_gqa: allow k and v fewer heads than q, whose number must be a multiple: each serves a group of
@@ -1085,7 +1090,8 @@ def attention(
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not supported, or dtypes that differ.
-        ValueError: shapes that do not fit together, a head_dim over 256, a scale that is not finite, a negative window,
+        ValueError: a mask or dropout, shapes that do not fit together, a head_dim over 256, a scale that is not finite
+            or (but for float64) beyond 2e38, a negative window,
             an unknown alignment, or tensors on different devices or where no kernel can run.
         NotImplementedError: forward-mode differentiation reaches an argument, or a gradient is differentiated again.
 
@@ -1119,6 +1125,11 @@ def attention(
         Tri Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
         https://arxiv.org/abs/2307.08691
     """
+    for name, given, neutral in (("attn_mask", attn_mask, attn_mask is None), ("dropout_p", dropout_p, dropout_p == 0)):
+        if not neutral:
+            got = type(given).__name__ if isinstance(given, torch.Tensor) else repr(given)
+            hint = "torch.nn.functional.scaled_dot_product_attention has it"
+            raise ValueError(f"attention: {name} must be {'None' if name == 'attn_mask' else 0}, got {got}; {hint}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor("attention", name, x)
     check_same_device("attention", q=q, k=k, v=v)
@@ -1134,8 +1145,12 @@ def attention(
     q, k, v, shape = _as_4d(q, k, v, enable_gqa)
     scale = _checked_scale(scale, q.shape[-1])
     lower, upper = _limits(q.shape[2], k.shape[2], is_causal, window, causal_alignment)
-    if abs(scale) < torch.finfo(torch.float32).tiny and q.dtype != torch.float64:
-        scale = 0.0
+    if q.dtype != torch.float64:
+        # The kernels scale in float32, for powers of 2.
+        if abs(scale) > 2e38:
+            raise ValueError(f"attention: scale must be within 2e38 unless the tensors are float64, got {scale}")
+        if abs(scale) < torch.finfo(torch.float32).tiny:
+            scale = 0.0
     if scale <= 0:
         # The kernels take the largest score before they scale it, which only a positive factor allows.
         q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
@@ -1195,8 +1210,8 @@ def _broadcast(named: dict[str, torch.Tensor], dim: int) -> int:
     """The common size of dimension `dim`, where a missing one counts as 1."""
     size = 1
     for x in named.values():
-        if x.dim() >= -dim and x.shape[dim] != 1:
-            if size not in (1, x.shape[dim]):
+        if x.dim() >= -dim and not known(x.shape[dim] == 1):
+            if not known(size == 1) and known(size != x.shape[dim]):
                 shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
                 hint = "; set enable_gqa=True if q has several heads for each head of k and v" if dim == -3 else ""
                 raise ValueError(f"attention: the leading dimensions of q, k and v must broadcast, got {shapes}{hint}")

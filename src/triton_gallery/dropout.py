@@ -181,6 +181,8 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx, dout):
         # Dropout is linear in x: its gradient is the same dropout, same seed, of dout.
         (seed_tensor,) = ctx.saved_tensors
+        if dout.is_sparse:  # as the gradient of an embedding's weight may be
+            dout = dout.to_dense()
         return _apply(dout, ctx.seed, seed_tensor, ctx.p), None, None, None
 
 

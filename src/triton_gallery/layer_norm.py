@@ -641,7 +641,7 @@ class _InBlocks(NamedTuple):
     def max_programs(self, x: torch.Tensor) -> int:
         """How many run at a time, so that rows that far apart begin at the same place in a vector."""
         period = self.vector // math.gcd(x.shape[1], self.vector)
-        return self.programs_per_sm * num_multiprocessors(x.device) // period * period
+        return max(1, self.programs_per_sm * num_multiprocessors(x.device) // period) * period
 
     def n_programs(self, x: torch.Tensor) -> int:
         """How many of them share the rows of x."""

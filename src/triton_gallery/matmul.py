@@ -17,6 +17,7 @@ from ._launch import (
     collapse,
     cuda_arch,
     is_hopper,
+    known,
     launch,
     next_power_of_2,
     num_multiprocessors,
@@ -653,7 +654,12 @@ def matmul(
     columns = b if b.dim() > 1 else b.unsqueeze(1)
     if bias is not None:
         bias = _expand_bias(bias, columns.shape[-1])
-    if rows.dim() > 2 and math.prod(columns.shape[:-2]) == 1 and columns.dim() <= rows.dim() and _is_one_matrix(rows):
+    if (
+        rows.dim() > 2
+        and known(math.prod(columns.shape[:-2]) == 1)
+        and columns.dim() <= rows.dim()
+        and _is_one_matrix(rows)
+    ):
         # The same b for the whole batch: the batch is more rows of one matrix.
         flat = _differentiable(rows.flatten(0, -2), columns.reshape(columns.shape[-2:]), bias, activation, precision)
         out = flat.unflatten(0, rows.shape[:-1])
@@ -666,7 +672,7 @@ def matmul(
 
 def _is_one_matrix(a: torch.Tensor) -> bool:
     """Whether one stride leads from row to row through the whole batch, so that flattening it copies nothing."""
-    return a.numel() > 0 and len(collapse(a.shape[:-1], a.stride()[:-1])[0]) == 1
+    return known(a.numel() > 0) and len(collapse(a.shape[:-1], a.stride()[:-1])[0]) == 1
 
 
 def _checked_operands(

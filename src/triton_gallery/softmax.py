@@ -9,6 +9,7 @@ import triton.language as tl
 from . import hopper
 from ._arguments import FLOATS, check_tensor, needs_autograd, number
 from ._launch import (
+    INTERPRET,
     alignment,
     cdiv,
     collapse,
@@ -900,6 +901,8 @@ def _vmap_fwd(info, in_dims, x, dim, *options):
 @operator(fake=_empty_output, vmap=_vmap_fwd)
 def _softmax_fwd(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
     out = _empty_output(x, dim, dtype, is_log)
+    if INTERPRET and dtype == torch.bfloat16:
+        x = x.to(dtype)  # which kernels do themselves, but the interpreter shows them out as float32
     if out.numel() > 0:
         _launch_rows((x,), out, dim, is_log, dtype)
     return out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, needs_autograd, number
-from ._launch import broadcast, cdiv, collapse, index_dtype, launch
+from ._launch import broadcast, cdiv, collapse, index_dtype, known, launch
 from ._registration import aligned_batches, apply, differentiable, operator
 from ._replay import replayed
 
@@ -71,8 +71,7 @@ def _add_strided_kernel(
 
 def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
     """The output's memory, laid out as the first of x and y that has the full shape; contiguous when neither has."""
-    # torch.export would take an outer size that equals an inner one, which == looks at, for a constant.
-    shape = x.shape if x.ndim == y.ndim and x.shape == y.shape else broadcast(x.shape, y.shape)
+    shape = x.shape if _have_shape(x.shape, y) else broadcast(x.shape, y.shape)
     if shape is None:
         shapes = f"{tuple(x.shape)} and {tuple(y.shape)}"
         raise ValueError(f"add: x and y must have shapes that broadcast, got {shapes}")
@@ -82,9 +81,14 @@ def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -
     if isinstance(alpha, bool) and dtype != torch.bool:
         raise TypeError(f"add: alpha must be an int or a float when the result is {dtype}, got {alpha}")
     for t in (x, y):
-        if t.ndim == len(shape) and t.shape == shape:
+        if _have_shape(shape, t):
             return torch.empty_like(t, dtype=dtype)
     return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _have_shape(shape: tuple[int, ...], x: torch.Tensor) -> bool:
+    # torch.export would take an outer size that equals an inner one, which == looks at, for a constant.
+    return x.ndim == len(shape) and all(known(m == n) for m, n in zip(x.shape, shape, strict=True))
 
 
 def _vmap(info, in_dims, x, y, alpha):
