@@ -39,12 +39,14 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 # - add once per element
 #
 # A GPU of today has time for tens of additions while one number arrives from its memory. Ours asks for one addition
-# per 12 bytes, so the arithmetic units wait: the kernel is *memory-bound*. Its time cannot be less than
+# per 12 bytes, so the arithmetic units wait: the kernel is *memory-bound*. Its time is at best about
 #
 # .. math:: t = \frac{12 \, n \text{ bytes}}{\text{bandwidth of the memory}}
 #
-# and the bandwidth, in bytes per second, is what a plain copy of a large tensor reaches. That is the limit which this
-# page measures against. There is nothing clever to do about an addition; what we learn is how to say it.
+# What a data sheet calls the bandwidth no kernel reaches. We take what the fastest of many copies of a large tensor
+# reaches, in bytes per second, and that is the limit which this page measures against. (A kernel that reads more than
+# it writes may come out a few per cent above.) There is nothing clever to do about an addition; what we learn is how to
+# say it.
 
 # %%
 # One program, one block
@@ -159,7 +161,7 @@ torch.testing.assert_close(out, x + y, rtol=0, atol=0)
 print(trace)
 
 # %%
-# This is the cost from the top of the page, measured: each element of three vectors is touched once (`times each`), 12
+# This is the cost from the top of the page, counted: each element of three vectors is touched once (`times each`), 12
 # bytes for each of 27 sums. The column `outside` counts lanes that were switched on and point to no element of their
 # vector, such as past its end. It should be 0, always.
 #
@@ -293,7 +295,8 @@ report = bench_add.run()
 report.plot()
 
 # %%
-# A page shows the value of a cell's last line, as a notebook does. In a script, write `print(report)`.
+# A page shows the value of a cell's last line, as a notebook does. In a script, `print(report)` prints a summary, and
+# `print(report.to_csv())` the numbers.
 
 report
 
@@ -335,7 +338,7 @@ def add_in_a_loop(x, y):
 
 # %%
 # - *Many programs, blocks of 32*: the kernel of the library with a block size that is too small. All multiprocessors
-#   work, but a program's 128 threads have 32 elements to share.
+#   work, but a program has 32 elements, and each of its four warps loads the same ones.
 # - *Many programs, blocks of 1024*: `my_add`, which the library should equal, since it launches the same kernel.
 
 
@@ -415,14 +418,23 @@ ladder
 # launch takes longer than the work. To the right they part, by the bytes that they have under way. The loop levels off
 # early: it waits for each block before it asks for the next, so a longer vector means more trips, and not more on each.
 # At :math:`2^{24}` elements it moves :measured:`vector-add-ladder-fp32: one program, a loop at 16777216`. Blocks of 32
-# put every multiprocessor to work, but a program's four warps all ask for the same 32 elements. 66 times as many bytes
-# are under way as in the loop, and the rate is :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / one
-# program, a loop at 16777216` the loop's: less than that, since a program also has to start and to end, here for 32
-# elements. They reach :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / limit at 268435456` of a copy's
-# rate at :math:`2^{28}` elements. With blocks of 1024 each thread has four wide loads under way, and memory itself is
-# the limit at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at 268435456`. (An
-# addition reads more than it writes, and reading is a little faster.) The final step brings no speed: what the library
-# adds to `my_add` happens before the launch.
+# put every multiprocessor to work. 66 times as many bytes are under way as in the loop, and the rate is
+# :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / one program, a loop at 16777216` the loop's, so bytes
+# under way are not all there is to it: a program also has to start and to end, here for 32 elements. (How long that
+# takes we have not measured.) They reach :measured:`vector-add-ladder-fp32: many programs, blocks of 32 / limit at
+# 268435456` of a copy's rate at :math:`2^{28}` elements. With blocks of 1024 each thread has four wide loads under way,
+# and memory itself is the limit at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at
+# 268435456`. The final step brings no speed: what the library adds to `my_add` happens before the launch.
+#
+# We can turn the formula round, too. The loop moves 12 KiB on each trip, so its rate tells how long a trip takes, and
+# the limit how much memory brings in that time:
+
+loop = ladder.series("one program, a loop")[2**24]
+if loop == loop:  # measured
+    trip = 12 * 1024 / loop  # bytes over GB/s: nanoseconds
+    print(
+        f"a trip takes {trip:.0f} ns, in which memory brings {trip * ladder.record['limit']['value'] / 2**20:.1f} MiB"
+    )
 
 # %%
 # Under the roofline
@@ -431,7 +443,8 @@ ladder
 # That an addition is limited by memory can be drawn. The horizontal axis of the picture is the *arithmetic intensity*,
 # operations per byte, and its vertical axis the rate of arithmetic. No kernel gets above the *roofline*: on its slope
 # memory sets the time, on its flat part the arithmetic units do, and the *ridge* is where the two meet. An addition
-# stands at 1/12 operation per byte and nothing can move it to the right.
+# of float32 numbers stands at 1/12 operation per byte. Only smaller numbers move it to the right, or more to do in the
+# same kernel, as in the first exercise.
 
 rates = report.series("triton_gallery")  # in GB/s; divided by 12 bytes and by 1000, in TFLOP/s
 tg.benchmark.roofline(report, {f"$2^{{{n}}}$ elements": (1 / 12, rates[2**n] / 12 / 1000) for n in (16, 20, 28)})
@@ -484,10 +497,10 @@ print(report.summary())
 # memory and read again.
 #
 # On the GPU of the record, ours runs at :measured:`vector-add-fp32: triton_gallery / limit at 268435456` of the copy's
-# rate with 2²⁸ elements. (A sum reads two tensors and writes one, which suits this memory slightly better than a copy
-# does, hence values above 100 %.) With 4096 elements the start of a kernel decides, some microseconds in which the GPU
-# has nothing of ours to do, and we reach
-# :measured:`vector-add-fp32: triton_gallery / torch at 4096` torch's rate.
+# rate with 2²⁸ elements. (A sum reads two tensors and writes one, a copy reads as much as it writes; we take that for
+# the reason of values above 100 %, and have not measured it.) With 4096 elements the start of a kernel decides, some
+# microseconds in which the GPU has nothing of ours to do, and we reach :measured:`vector-add-fp32: triton_gallery /
+# torch at 4096` torch's rate.
 
 # %%
 # Break it: forget the mask

@@ -370,6 +370,8 @@ plt.show()
 # A row that waits on the chip
 # ----------------------------
 #
+# (This section is about Hopper alone, and a first reading may skip it.)
+#
 # The L2 cache is a hope: it keeps a row for the second walk if nothing else needs the room. There is a surer place.
 # Each multiprocessor of Hopper (the H100 and the H200) has 228 KiB of *shared memory*, of which a program may have 227,
 # to fill and to empty as it likes: room for 116,000 float16 numbers. `tl` uses it behind the scenes and has no words

@@ -166,10 +166,10 @@ torch.testing.assert_close(seeded_dropout(call_per_element_kernel, x, p=0.3, see
 # ------------------------
 #
 # One call gives four words and takes some sixty instructions. A fast memory moves numbers sooner than that, so we let
-# eight elements share a call, two to each word. The first of the two compares the word with
-# :math:`p`, the second the word with its halves swapped. Both are 32 bits as random as any others, and which of two
-# such numbers is smaller is all but always decided by their first 16 bits, where the two share nothing. Only if the
-# first half equals that of :math:`p`, once in 65536 times, does the other half have a say.
+# eight elements share a call, two to each word. The first of the two compares the word with :math:`p \cdot 2^{32}`, the
+# second the word with its halves swapped. Each is a number of 32 bits as random as any other. Are the two independent?
+# The first 16 bits of a number all but always decide whether it is smaller, and there the two share nothing. Only if
+# they equal the first 16 bits of :math:`p \cdot 2^{32}`, once in 65536 times, does the other half have a say.
 
 
 def draws(seed, n):
@@ -217,8 +217,7 @@ def my_dropout(x, p, seed):
 #   the last of 32 bits, and the kernel rounds nothing. The comparison is unsigned, hence `tl.uint32`: as a signed
 #   number, a draw of :math:`2^{31}` or more would be negative.
 # - `is_full` parts the last block from the others. A mask that may end between any two elements would have the compiler
-#   load number by number, in all blocks; where `n_elements` is a multiple of 16 it knows better, and the two ways are
-#   equally fast.
+#   load number by number, in all blocks. (Where `n_elements` is a multiple of 16 it knows better by itself.)
 # - `tl.where(keep, ..., 0.0)` selects. Multiplying by 0 or 1 instead would turn a dropped infinity into NaN.
 # - `seed` is an ordinary argument. Were it a `tl.constexpr`, each new seed would compile a new kernel, and without
 #   `do_not_specialize` the seeds 1 and 16 would, too. `seed_ptr` is for seeds that only the GPU knows, because an
@@ -418,7 +417,9 @@ ladder
 # than a GPU gets done while four bytes arrive. From here on the bytes stay as they are, and the instructions become
 # fewer, with a quarter of the calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an
 # eighth (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the
-# bytes, a further step has nothing to gain, and there we stop.
+# bytes, a further step has nothing to gain, and there we stop. Small tensors are there sooner: with 2²⁰ elements a call
+# for four is at :measured:`dropout-ladder-fp16: a call for four at 1048576`, and a call for eight at
+# :measured:`dropout-ladder-fp16: triton_gallery at 1048576`.
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
 # times, the second three times, and the last three once.
@@ -568,8 +569,8 @@ tg.codegen.inspect(tg.dropout, torch.empty(2**20, dtype=torch.float16, device="m
 # %%
 # Loads are wide although each thread makes its random numbers by itself, and no shared memory is used: nothing has to
 # move between threads. That is the interleaving at work. In float16 the widest load brings eight numbers, as many as a
-# call of Philox serves. In float32 it brings four, half of what a call serves: two threads share the words of a call,
-# and all words pass through shared memory.
+# call of Philox serves. In float32, which is not in the table, it brings four, half of what a call serves: two threads
+# share the words of a call, and all words pass through shared memory.
 #
 # Line by line, the ten rounds stand in PTX as pairs of `mul.hi` and `mul.lo` with the two constants from above, beside
 # the line that calls `_draw_block`. There they are signed numbers, −766435501 and −845247145.
@@ -588,8 +589,9 @@ for each in (report_fp32, report_fp16, report_both):
 # (The mask is not all that holds torch back: its kernel is at :measured:`dropout-fp32: torch / limit at 268435456` and
 # :measured:`dropout-fp16: torch / limit at 268435456` of a copy, where the mask would leave eight ninths and four
 # fifths.) The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32, and drawing
-# one number per call instead of eight would make this kernel compute-bound. With 65536 elements the launch is all there
-# is to see, and we run at :measured:`dropout-fp32: triton_gallery / torch at 65536` torch's rate; with 2²⁸ we reach
+# one number per call instead of eight would make this kernel compute-bound. With 65536 elements we are level with a
+# copy, so the start of a kernel is all there is to see of ours, and run at :measured:`dropout-fp32: triton_gallery /
+# torch at 65536` torch's rate (why torch takes longer there we have not looked into); with 2²⁸ we reach
 # :measured:`dropout-fp32: triton_gallery / torch at 268435456` in float32 and
 # :measured:`dropout-fp16: triton_gallery / torch at 268435456` in float16. In float32 that is
 # :measured:`dropout-fp32: triton_gallery / limit at 268435456` of a copy, in float16
@@ -645,9 +647,9 @@ for dropout in (my_dropout, repeating_dropout):
         print(f"{dropout.__name__}: AssertionError: {error}")
 
 # %%
-# A network trained with the repeating mask would lose the same features in every row of 1024, and learn a little
-# worse, for no visible reason. Random numbers need statistical tests, and the distances to test are those that the
-# code knows: the group of eight, the warp, the block.
+# In a layer of 1024 features the repeating mask drops the same ones in every row, and no error says so. Random numbers
+# need statistical tests, and the distances to test are those that the code knows: the group of eight, the warp, the
+# block.
 
 # %%
 # Exercises

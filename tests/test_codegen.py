@@ -159,7 +159,7 @@ def test_source_by_stage():
     assert "tt.load" in report.source(kind="ttir") and "#ttg.blocked" in report.source(kind="ttgir")
     with pytest.raises(ValueError, match="no kernel _sub_kernel for sm_90; the report has _add_kernel for sm_80"):
         report.source("_sub_kernel")
-    with pytest.raises(ValueError, match="kind must be one of ttir, ttgir, llir, ptx, cubin or sass, got amdgcn"):
+    with pytest.raises(ValueError, match="kind must be one of ttir, ttgir, llir, ptx or sass, got amdgcn"):
         report.source(kind="amdgcn")
 
 

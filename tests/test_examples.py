@@ -225,8 +225,9 @@ def test_page_has_its_sections_in_order(page):
 
 @each_page
 def test_page_has_no_paragraph_that_would_be_code(page):
-    # An empty line ends a text: what follows without a #, or # %%, is code.
-    stray = re.compile(r"^#(?: .*)?\n\n((?:#(?! %%| quote:).*\n)+)(?=\n|\Z)", re.MULTILINE)
+    # An empty line ends a text, and code goes on: what follows without # %% is code.
+    above, comment = r"^(?:#(?: .*)?|[^#\n].*)\n\n+", r"(?:#(?! %%| quote:| sphinx_gallery).*\n)+"
+    stray = re.compile(rf"{above}({comment})(?=\n|\Z)", re.MULTILINE)
     assert not stray.findall(page.read_text(encoding="utf-8"))
 
 

@@ -212,7 +212,7 @@ def test_matmul_takes_batches_in_any_memory_order(order):
 
 def test_more_matrices_than_the_second_axis_of_a_grid_can_count(monkeypatch):
     monkeypatch.setattr(importlib.import_module("triton_gallery.matmul"), "_MAX_GRID_Y", 5)
-    a, b = random(2, 3, 33, 20), random(3, 20, 18)
+    a, b = random(2, 3, 133, 20), random(3, 20, 70)  # of several tiles
     assert_matches_torch(a, b)
 
 
@@ -786,9 +786,13 @@ def test_nothing_to_sum_compiles_for_hopper(batch):
 def test_inverses_divide(d):
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     numbers = {n for k in (0, 1, 2, 1000, 2**30 // d) for n in range(k * d - 1, k * d + 2)} | {2**30 - 1}
-    for n in (n for n in numbers if 0 <= n < 2**30):
-        quotient = 4 * n * specialized._inverse(d) >> 32  # as `_divide` computes it
-        assert quotient - (n - quotient * d < 0) == n // d
+    n = np.array([n for n in numbers if 0 <= n < 2**30], dtype=np.uint32)
+    # As `_divide` computes it, with as many bits.
+    quotient = ((n * np.uint32(4)).astype(np.uint64) * np.uint32(specialized._inverse(d)) >> np.uint64(32)).astype(
+        np.int32
+    )
+    rest = n.astype(np.int32) - quotient * np.int32(d)
+    assert np.array_equal(quotient - (rest < 0), n // d)
 
 
 @pytest.mark.parametrize("a_dtype", named([torch.float32, torch.float16]))
@@ -1091,7 +1095,9 @@ def test_who_shares_a_tile_has_a_part_of_it():
                     assert n_tiles > 132 and cdiv(steps, n_sharing) * (n_sharing - 1) < steps
     assert min(shared.values()) > 10
     # What other tests and the sanitizer take for such products.
+    assert specialized._config(2112, 2496, 4096, 1, 2, False, True, meta)[1:3] == (3, False)
     assert specialized._config(2112, 2496, 8192, 1, 2, False, True, meta)[1:3] == (3, False)
+    assert specialized._config(1024, 1024, 1024, 3, 2, False, True, meta)[1:3] == (2, True)
     assert specialized._config(2432, 2048, 8192, 1, 2, False, True, meta)[1:3] == (4, False)
     assert specialized._config(2432, 2048, 8192, 1, 1, True, True, meta)[1:3] == (3, False)
 

@@ -418,7 +418,7 @@ def test_add_refuses_sparse_tensors():
 
 @pytest.mark.parametrize("alpha", [None, "1", 1j, torch.tensor(2.0), np.True_, np.ones(1)], ids=repr)
 def test_add_refuses_an_alpha_that_is_no_number(alpha):
-    with pytest.raises(TypeError, match="add: alpha must be (a Python number|an int or a float when)"):
+    with pytest.raises(TypeError, match=r"add: alpha must be (a Python number|an int or a float when)"):
         tg.add(torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE), alpha=alpha)
 
 

@@ -3,7 +3,8 @@
 ``:measured:`softmax-fp16: triton_gallery / torch at 4096``` is replaced by what ``triton_gallery.benchmark.quote``
 returns, and ``:provenance:`softmax-fp16``` by a link to the record and where it was measured. ``.. measured-table::``
 has one line per row, ``softmax-fp16 at 8192``, and shows what was measured there, ours beside the best peer; with
-records of several GPUs it has a tab for each. A reference that no record answers fails the build and names the page.
+records of several GPUs it has a tab for each that has a record of today's kernels. A reference that no record answers
+fails the build and names the page.
 
 A page with such numbers ends with where they come from, and one with ``.. run::`` with where its code ran.
 """
@@ -21,7 +22,7 @@ from triton_gallery.benchmark import environment, slug
 RECORDS = SRC / "triton_gallery" / "records"
 NONE_YET = "No measurements are committed yet."
 
-_COLUMNS = ("Measured", "triton_gallery", "best peer", "ratio", "median, lowest", "share of the limit")
+_COLUMNS = ("Measured", "triton_gallery", "best peer", "ratio", "median, lowest", "share of a copy or product")
 
 
 def gpus(name: str = "*") -> list[str]:

@@ -1,7 +1,8 @@
 """Triton GPU kernels that behave like their torch namesakes.
 
-Replace ``torch.softmax(x, -1)`` by ``triton_gallery.softmax(x, -1)`` and nothing else changes, except the speed. On a
-machine without a GPU, importing the package switches Triton's interpreter on, so the same kernels run on CPU tensors.
+Replace ``torch.softmax(x, -1)`` by ``triton_gallery.softmax(x, -1)`` and nothing else changes, except the speed; what
+differs elsewhere is told ahead of the API's pages. On a machine without a GPU, importing the package switches Triton's
+interpreter on, so the same kernels run on CPU tensors.
 """
 
 import os

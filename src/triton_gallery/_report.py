@@ -406,7 +406,7 @@ def _ticks(xs: list) -> list[str]:
     """Labels of the x axis; large powers of two read best as such."""
     if all(isinstance(x, int) and x & (x - 1) == 0 for x in xs) and max(xs) > 2**17:
         return [f"$2^{{{x.bit_length() - 1}}}$" for x in xs]
-    return [f"{x:.4g}" if isinstance(x, float) else str(x) for x in xs]
+    return [place(x) if isinstance(x, float) else str(x) for x in xs]
 
 
 def _range(values, text: Callable[[float], str]) -> str:

@@ -3,6 +3,7 @@
 import functools
 import math
 import sys
+from typing import Literal, overload
 
 import torch
 import triton
@@ -1042,6 +1043,25 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
+# What type checkers see: lse is returned where it is asked for.
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    window: int | tuple[int | None, int | None] | None = None, causal_alignment: str = "top-left",
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    window: int | tuple[int | None, int | None] | None = None, causal_alignment: str = "top-left",
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
 @functools.partial(replayed, tf32=True)
 def attention(
     q: torch.Tensor,
@@ -1100,15 +1120,16 @@ def attention(
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
         products follow :func:`torch.set_float32_matmul_precision`, as in :func:`matmul`. Memory beyond the outputs is
         one number a query for the forward and two for the backward, and the float32 gradient of q that Hopper's kernels
-        keep (see below). To it come splits, where up to 64 queries (16 in
-        float32) share 512 keys or more and heads are few or shared, as in decoding: several programs share the keys,
-        and each needs room for a float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16
-        bytes are copied on Hopper, and so may the output and the gradients be.
+        keep (see below). To it come splits, where up to 64 queries (16 in float32, none in float64) share 512 keys or
+        more and heads are few or shared, as in decoding: several programs share the keys, and each needs room for a
+        float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
+        Hopper, and so may the output and the gradients be.
 
-        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so does their
-        backward pass where the larger head_dim is more than 16. With rows of up to 128 numbers it keeps the gradient of
-        q in float32 and adds it up in no fixed order. :func:`torch.use_deterministic_algorithms` selects kernels whose
-        sums have one: with these, and in every other case, forward and backward repeat bit for bit.
+        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key and scale is
+        positive, and so does their backward pass where the larger head_dim is more than 16. With rows of up to 128
+        numbers it keeps the gradient of q in float32 and adds it up in no fixed order.
+        :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
+        case, forward and backward repeat bit for bit.
 
         A known defect of Hopper's forward kernels: without a window, a query gets NaN if its scores with the last keys
         that it may see, up to 128 of them, are all -inf, as with keys of -inf, although it has other keys.

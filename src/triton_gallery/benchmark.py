@@ -142,7 +142,13 @@ def limit(kind: str) -> dict:
 
     Returns:
         `name` and `value`, in GB/s for a copy and TFLOP/s for a product.
+
+    Raises:
+        ValueError: `kind` is none of these.
+        RuntimeError: there is no GPU, or Triton's interpreter is on.
     """
+    if kind not in LIMITS:
+        raise ValueError(f"limit: kind must be one of {', '.join(LIMITS)}, got {kind!r}")
     device, n = _gpu("limit"), 8192
     if kind == "copy":
         name, work, fn = _COPY_LIMIT, 2**31 * 1e-6, _copy(2**31)
@@ -366,6 +372,8 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     ours = is_study(benchmark.plot_name) or OURS in benchmark.line_names
     if not ours or len(benchmark.line_names) != len(benchmark.line_vals):
         raise ValueError(f"perf_report: line_names must name each value, one {OURS!r}, got {benchmark.line_names}")
+    if not isinstance(title, str):
+        raise TypeError(f"perf_report: title must be a str, got {type(title).__name__}")
     if limit is not None and (not isinstance(limit, str) or LIMITS.get(limit) != benchmark.ylabel):
         kinds = ", ".join(kind for kind, unit in LIMITS.items() if unit == benchmark.ylabel)
         raise ValueError(f"perf_report: limit must be one of {kinds} for {benchmark.ylabel}, got {limit!r}")

@@ -128,11 +128,13 @@ class Report:
         matches = [k for k in self.kernels if k.target == target and kernel in (None, k.name)]
         if not matches:
             known = ", ".join(f"{k.name} for {k.target}" for k in self.kernels)
-            raise ValueError(f"source: no kernel {kernel or ''} for {target}; the report has {known}")
+            named = f"kernel {kernel}" if kernel else "kernel"
+            raise ValueError(f"source: no {named} for {target}; the report has {known}")
+        kinds = [name for name in matches[0].asm if name != "cubin"]  # which is no text
         try:
-            return matches[0].asm[kind]
+            return matches[0].asm[kind if kind != "cubin" else None]
         except KeyError:
-            raise ValueError(f"source: kind must be one of {', '.join(matches[0].asm)} or sass, got {kind}") from None
+            raise ValueError(f"source: kind must be one of {', '.join(kinds)} or sass, got {kind}") from None
 
     def _table(self) -> list[list[str]]:
         """Header and rows as text, less the columns that are empty throughout."""

@@ -110,7 +110,7 @@ def _matmul_kernel(
     MAX_NUM_IMPRECISE_ACC: tl.constexpr = None,
     PDL: tl.constexpr = False,
 ):
-    """Program (i, j) owns the i-th BLOCK_M × BLOCK_N tile of the j-th matrix: out = activation(a @ b + bias)."""
+    """Program (i, j), or (j, i), owns the i-th BLOCK_M × BLOCK_N tile of matrix j: out = activation(a @ b + bias)."""
     ACC_DTYPE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     if PDL:
         gdc_launch_dependents()
@@ -635,7 +635,8 @@ def matmul(
         bytes (b alone if they do, but not at multiples of 32), in float32 if they cannot be read 16 bytes at a time,
         and for TensorFloat-32 unless both are dense along K. Under :class:`torch.autocast` a, b and bias are cast as
         torch casts them. AMD GPUs multiply float32 as it is. Hopper, for "highest", takes each number apart into three
-        of bfloat16 and adds up the six products that float32 can show; of numbers below 1e-33 fewer bits count.
+        of bfloat16 and adds up the six products that float32 can show; of numbers below 1e-33 fewer bits count, and
+        below 1e-40 none.
 
     Example:
         >>> import torch, triton_gallery

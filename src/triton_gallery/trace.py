@@ -219,7 +219,8 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, `grid` is neither or
             holds something else than ints, or `watch` something else than names.
         ValueError: the kernel sets no variable of a name in `watch`, `grid` has more than three axes, none, or a
-            negative number of programs, or a tensor is not dense or holds no data.
+            negative number of programs, or a tensor is sparse or holds no data. (In a view with gaps, these count as
+            outside.)
 
     Notes:
         The interpreter runs the programs one after another, axis 2 fastest, and takes some 50 µs for every operation of

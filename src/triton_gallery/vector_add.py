@@ -197,7 +197,7 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         TypeError: x is no tensor, y neither tensor nor number, a dtype is not supported, or alpha is no number, or one
             that the result's dtype does not take.
         ValueError: the shapes do not broadcast, the tensors live on different devices or where no kernel can run, or an
-            int exceeds 64 bits.
+            int is outside of [-2**63, 2**64) as y, of [-2**63, 2**63) as alpha.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:

@@ -3,8 +3,8 @@
 Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
 - Large products go to the kernel that works with TMA and specialized warps. The pointer kernel takes those with up to
-  64 rows or columns, those whose tiles of 64 × 64 run all at once, unless a long K makes enough parts of them, and of
-  those with a K of up to 256 all but the largest.
+  64 rows or columns (of those with a K of up to 256, with fewer than 128), those whose tiles of 64 × 64 run all at
+  once, unless a long K makes enough parts of them, and of those with a K of up to 256 all but the largest.
 - Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
   tile in float32, and a second kernel adds up the parts, always in the same order.
 - TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
@@ -172,7 +172,7 @@ def time_us(n_tiles: int, tile_us: float, n_parts: int, n_out: int, device: torc
 def _pointer_config(
     M: int, N: int, K: int, n_matrices: int, itemsize: int, device: torch.device
 ) -> tuple[int, dict[str, int]]:
-    """Parts of K, and blocks, warps and stages of the pointer kernel for a product with few tiles."""
+    """Parts of K, and blocks, warps and stages of the pointer kernel."""
     n_processors = num_multiprocessors(device)
 
     def n_tiles(block_m, block_n):

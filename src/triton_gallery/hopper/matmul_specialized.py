@@ -8,7 +8,8 @@ run as far ahead as the ring is long, also into the next output tile while the c
 Tiles are computed in rounds, one for each multiprocessor. Where the last round has few, several programs *share* each
 of its tiles. They divide its rows, if K is short. Otherwise each sums over a part of K, and the last of them adds up
 what the others leave in memory. It waits for them, who wait for nobody; and as no more than half of the multiprocessors
-have a program that waits, there is room for all others, in whatever order they start.
+have a program that waits, there is room for all others, in whatever order they start. (Two such launches at a time
+could fill a GPU with programs that wait, if it started later programs before earlier ones, which GPUs do not.)
 """
 
 import torch
