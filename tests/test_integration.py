@@ -519,6 +519,21 @@ def test_nested_tensors_are_refused(pair, device):
             pair[0](nested, y, w)
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: tg.softmax(x), "softmax: the length of x along dim must not be within"),
+        (lambda x: tg.layer_norm(x, x.shape[-1:]), "layer_norm: the product of normalized_shape must not be within"),
+        (lambda x: tg.matmul(x, x.mT), r"matmul: a.shape\[-1\] must not be within"),
+    ],
+    ids=["softmax", "layer_norm", "matmul"],
+)
+def test_lengths_that_would_be_miscounted_are_refused(function, message, device):
+    x = torch.ones((), device=device).expand(2, 2**31 - 3)
+    with pytest.raises(ValueError, match=message):
+        function(x)
+
+
 # --- CUDA -------------------------------------------------------------------------------------------------------------
 
 

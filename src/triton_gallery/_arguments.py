@@ -43,6 +43,14 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
     refuse_tangents(op, x)
 
 
+def check_length(op: str, what: str, length: int) -> None:
+    """Refuse a length of 31 bits that blocks would step past; beyond, Triton counts in 64."""
+    if 2**31 - 2**14 < length < 2**31:
+        raise ValueError(
+            f"{op}: {what} must not be within 2**14 below 2**31, where blocks are miscounted, got {length}"
+        )
+
+
 def refuse_tangents(op: str, *tensors: torch.Tensor) -> None:
     """Refuse tensors that forward-mode differentiation follows: kernels would lose their tangents."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):

@@ -12,7 +12,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import hopper
-from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_transformed, needs_autograd, number
+from ._arguments import (
+    FLOATS,
+    INTS,
+    NUMBERS,
+    check_length,
+    check_same_device,
+    check_tensor,
+    is_transformed,
+    needs_autograd,
+    number,
+)
 from ._launch import (
     alignment,
     cdiv,
@@ -736,6 +746,7 @@ def _layer_norm_fwd(
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns y, and the mean (empty for RMS norm) and rstd of each row."""
+    check_length("layer_norm" if subtract_mean else "rms_norm", "the product of normalized_shape", n_cols)
     y, mean, rstd = _empty_outputs(x, weight, bias, n_cols, eps, subtract_mean, out_dtype)
     n_rows = rstd.numel()
     if n_rows == 0:
@@ -832,6 +843,8 @@ def _layer_norm_bwd(
     db_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns dx, and dw and db as rows of n_cols elements (empty where the dtype is None: not asked for)."""
+    if n_cols >= 2**31:
+        raise ValueError(f"layer_norm or rms_norm: rows of 2**31 numbers or more have no gradient, got {n_cols}")
     dx, dw, db = _empty_gradients(dy, x, weight, mean, rstd, n_cols, dw_dtype, db_dtype)
     n_rows = rstd.numel()
     if n_rows == 0:
@@ -1117,7 +1130,7 @@ def rms_norm(
 
     Notes:
         The kernels are those of :func:`layer_norm`, with the mean left in: float32 sums (float64 for float64), rows of
-        any length, deterministic gradients, second derivatives by autograd.
+        any length (with a gradient below 2**31), deterministic gradients, second derivatives by autograd.
 
     Example:
         >>> import torch, triton_gallery

@@ -9,7 +9,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import hopper
-from ._arguments import FLOATS, allows_tf32, autocast, check_same_device, check_tensor, is_transformed, needs_autograd
+from ._arguments import (
+    FLOATS,
+    allows_tf32,
+    autocast,
+    check_length,
+    check_same_device,
+    check_tensor,
+    is_transformed,
+    needs_autograd,
+)
 from ._dot import dot, dot_precision
 from ._launch import (
     broadcast,
@@ -382,6 +391,8 @@ def _multiply(
     out: torch.Tensor,  # (..., M, N)
     pre: torch.Tensor | None,  # (..., M, N): the values before the activation, where they are wanted
 ) -> None:
+    for what, length in (("a.shape[-2]", a.shape[-2]), ("a.shape[-1]", a.shape[-1]), ("b.shape[-1]", b.shape[-1])):
+        check_length("matmul", what, length)
     if torch.float8_e4m3fn in (a.dtype, b.dtype) and 0 < cuda_arch(a.device) < 89:
         raise ValueError("matmul: a and b must not be float8_e4m3fn on NVIDIA GPUs before compute capability 8.9")
     if out.numel() == 0:

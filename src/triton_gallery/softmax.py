@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import hopper
-from ._arguments import FLOATS, check_tensor, needs_autograd, number
+from ._arguments import FLOATS, check_length, check_tensor, needs_autograd, number
 from ._launch import (
     INTERPRET,
     alignment,
@@ -900,6 +900,7 @@ def _vmap_fwd(info, in_dims, x, dim, *options):
 
 @operator(fake=_empty_output, vmap=_vmap_fwd)
 def _softmax_fwd(x: torch.Tensor, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
+    check_length("log_softmax" if is_log else "softmax", "the length of x along dim", x.shape[dim] if x.ndim else 1)
     out = _empty_output(x, dim, dtype, is_log)
     if INTERPRET and dtype == torch.bfloat16:
         x = x.to(dtype)  # which kernels do themselves, but the interpreter shows them out as float32
