@@ -100,9 +100,11 @@ def test_vmap_over_nothing(pair, device):
     x, y, w = inputs(device, (0,))
     for in_dims in ((0, 0, None), (None, None, 0)):
         args = [t if d == 0 else torch.ones(4, 8, device=device) for t, d in zip((x, y), in_dims, strict=False)]
-        assert_same(
-            lambda function, d=in_dims: vmap(function, d), pair, *args, w.expand(0, 8) if in_dims[2] == 0 else w
-        )
+        # Torch's other backends have no rule for a batch of nothing.
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            assert_same(
+                lambda function, d=in_dims: vmap(function, d), pair, *args, w.expand(0, 8) if in_dims[2] == 0 else w
+            )
 
 
 @pytest.mark.parametrize(

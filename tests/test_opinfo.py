@@ -34,7 +34,7 @@ ATTENTION = "nn.functional.scaled_dot_product_attention"
 
 
 def linear(x, weight, bias=None):
-    return tg.matmul(x, weight.mT, bias=bias)
+    return tg.matmul(x, weight.mT if weight.ndim > 1 else weight, bias=bias)
 
 
 OURS = {
@@ -81,7 +81,7 @@ REFUSED = {
     ),
     ATTENTION: Refusal(
         "ours has no dropout, and no mask but the causal one and the window",
-        14,
+        26,
         lambda sample: "attn_mask" in sample.kwargs or sample.kwargs["dropout_p"] > 0,
         "^attention: (attn_mask must be None, got Tensor|dropout_p must be 0, got 0.5); torch.nn.functional",
     ),

@@ -10,6 +10,8 @@ _CALL = re.compile(r"callsite\((#loc\d*) at (#loc\d*)\)")
 _NAMED = re.compile(r'"[^"]*"\((#loc\d*)\)')
 # standard.py:263:15 @[ softmax.py:120:23 ], as LLVM writes it behind .loc; innermost call first
 _CHAIN = re.compile(r"([\w.]+):(\d+):\d+")
+# .loc 2 196 12, function_name $L__info_string0, inlined_at 2 216 16: from Triton 3.9 on PTX names the place of the call
+_INLINED = re.compile(r"\.loc\s+(?P<here>\d+ \d+ \d+)(?:.* inlined_at (?P<call>\d+ \d+ \d+))?")
 # //## File "/…/softmax.py", line 120, as nvdisasm writes it
 _SASS_PLACE = re.compile(r'"([^"]*)", line (\d+)')
 _SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
@@ -69,10 +71,14 @@ def _ir(text: str) -> Iterator[tuple[Places, str]]:
 
 def _assembly(text: str, comment: str) -> Iterator[tuple[Places, str]]:
     places: Places | None = None
+    known: dict[str, Places] = {}
     for line in text.splitlines():
         code, _, remark = (part.strip() for part in line.partition(comment))
         if code.startswith(".loc"):
             places = [(name, int(n)) for name, n in _CHAIN.findall(remark)]
+            if inlined := _INLINED.match(code):
+                places += known.get(inlined["call"], [])
+                known[inlined["here"]] = places
         elif code.startswith((".section", ".end_amdhsa")) and places is not None:
             return
         elif places is not None and code and code[0] not in ".{}" and not code.startswith("$L__tmp"):
