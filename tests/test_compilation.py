@@ -193,6 +193,10 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("layer_norm 4096x40999", "sm_90"): (58, "the same, and sums of four chunks"),
     ("layer_norm 4096x49152", "sm_90"): (24, "the same as with 24576"),
     ("rms_norm 4096x16384", "sm_90"): (20, "five values, with Triton 3.9 alone"),
+    **{
+        (f"matmul {shapes}", "sm_90"): (8, "two values outside of the loop over K, with Triton 3.9 alone")
+        for shapes in ("2048x2048", "2112x4096", "2432x8192", "16x8192", "512x16384")
+    },
     ("matmul 1024x1024 1024x1024 float64", "sm_100"): (12, "a value of 8 bytes and one of 4"),
     ("matmul 4096x4096 4096 float64", "sm_90"): (8, "a value of 8 bytes, with Triton 3.9 alone"),
     ("matmul 4096x4096 4096 float64", "sm_100"): (8, "the same"),

@@ -328,6 +328,10 @@ def test_only_the_page_whose_module_changed_is_executed_again(app, examples, src
     outputs = {tutorials / name for name in ("01-one.py.md5", "02-two.py.md5", "03-old.rst", "index.rst")}
     for path in outputs:
         path.touch()
+    thumbnails = tutorials / "images" / "thumb"
+    thumbnails.mkdir(parents=True)
+    for name in ("01-one", "02-two"):
+        (thumbnails / f"sphx_glr_{name}_thumb.png").touch()
 
     def left():
         gallery._builder_inited(app, examples, src)
@@ -336,6 +340,8 @@ def test_only_the_page_whose_module_changed_is_executed_again(app, examples, src
     assert left() == {"01-one.py.md5", "02-two.py.md5", "index.rst"}
     (src / "package" / "module.py").write_text("LIMIT = 3  # still\n")
     assert left() == {"02-two.py.md5", "index.rst"}
+    # That of a page that raised would stay in place of the one to come.
+    assert [path.name for path in thumbnails.iterdir()] == ["sphx_glr_02-two_thumb.png"]
     # A draft wrote the page without its output, and then its text became again what had been executed.
     (tutorials / "02-two.rst").write_text("")
     assert left() == {"index.rst"}

@@ -370,6 +370,8 @@ def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
         if new[name] != old.get(name) or problem(source / f"{name}.py", gallery):
             # sphinx-gallery keeps a page's output as long as this checksum is that of the page's text.
             (gallery / f"{name}.py.md5").unlink(missing_ok=True)
+            # Where the page raised, this says so, and would go on to in place of the next figure, which is no PNG.
+            (gallery / "images" / "thumb" / f"sphx_glr_{name}_thumb.png").unlink(missing_ok=True)
     _write(store, json.dumps(new, indent=1))
 
 
