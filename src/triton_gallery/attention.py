@@ -1131,8 +1131,12 @@ def attention(
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 
-        A known defect of Hopper's forward kernels: without a window, a query gets NaN if its scores with the last keys
-        that it may see, up to 128 of them, are all -inf, as with keys of -inf, although it has other keys.
+        Known defects, all of extreme numbers. Forward: on Hopper in 16 bits and without a window, a query gets NaN if
+        its scores with the last keys that it may see, up to 128 of them, are all -inf, as with keys of -inf, although
+        it has other keys. Elsewhere a query whose scores exceed 1e9 in magnitude may count as one without a key, and so
+        do float64 scores below -3.4e38. Backward: scores from 1e8 on leave the gradients no digit, and from 1e10 on
+        they may be infinite; k and v get a gradient of NaN for a key that is not finite, whatever its weight, where the
+        queries do not fill a tile; and a gradient of lse that is not finite reaches k also from a query without a key.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 
