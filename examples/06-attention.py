@@ -366,17 +366,19 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 # - `start` counts from the end: under a causal mask the last queries see the most keys. Long jobs first, short jobs
 #   into the gaps, is how any list of jobs ends early on many machines.
 # - `scale_log2` holds :math:`\sigma \log_2 e`. The hardware computes :math:`2^x`, and :math:`e^x = 2^{x \log_2 e}`.
-#   With the factor inside the scale, the change of base costs nothing, and `s * scale_log2 - new_max` is one
-#   instruction for each score. `scale` itself is declared as float64, as on page four.
-# - `tl.minimum(..., 0.0)`: that one instruction does not round its product, whereas the product inside `new_max` was
-#   rounded. So the largest score may come out a little above its own maximum, and a huge one far above. A NaN has to
-#   stay one, and `tl.minimum` would drop it, hence `propagate_nan`.
+#   With the factor inside the scale, the change of base costs nothing. `scale` itself is declared as float64, as on
+#   page four.
+# - `(s - new_max[:, None]) * scale_log2`: the difference comes first, because it is exactly 0 for the largest score,
+#   however large. `s * scale_log2 - new_max`, with a maximum that was scaled before, would be one instruction less, a
+#   fused multiply-add. It does not round its product, whereas the product inside `new_max` would have been rounded: a
+#   score of :math:`10^{10}` may lie hundreds above or below its own maximum. Hopper's kernels, further down, save the
+#   instruction.
 # - `row_max` begins at the lowest finite number where `tiled_attention` has :math:`-\infty`. The section before the
 #   exercises shows why.
 # - `for part in tl.static_range(...)` is unrolled when the kernel is compiled. It becomes two loops for a causal mask,
 #   three for a window. In the loop over full tiles, `part != 1` is known to be false, and no mask is computed.
-# - `tl.max(s, 1) * scale_log2` scales one number of a row and not the row. That is allowed because the scale is
-#   positive; `tg.attention` turns a negative one into a negative :math:`Q`.
+# - `row_max` is the maximum of the products :math:`q_i \cdot k_j`, before they are scaled. That is allowed because the
+#   scale is positive; `tg.attention` turns a negative one into a negative :math:`Q`.
 # - `p.to(v_tile.dtype)` narrows the probabilities to what the matrix unit takes. They lie between 0 and 1. `acc`
 #   and `row_sum` remain in float32, or float64 if the inputs are.
 # - `dot(p, v_tile, acc * rescale[:, None], ...)` is step four for :math:`a`. The rescaling is a product for each number
@@ -468,8 +470,8 @@ places, labels = (
 ax.set(title="when a tile is computed", xlabel="tile of 16 keys", ylabel="queries", aspect="equal", ylim=(6, 0))
 ax.set(xticks=places, xticklabels=range(6), yticks=places, yticklabels=labels)
 tiles = range(1, 7)
-# The kernel's maxima are exponents of 2; times log(2) they are scores.
-axes["max"].step(tiles, row_max[1:] * math.log(2), where="post", color="#0072B2", marker="o", markersize=4)
+# The kernel's maxima are products; times the scale they are scores.
+axes["max"].step(tiles, row_max[1:] * 16**-0.5, where="post", color="#0072B2", marker="o", markersize=4)
 axes["max"].set(title="row_max: the reference", ylabel="score (no unit)")
 axes["rescale"].bar(tiles, rescale, color="#E69F00", width=0.5)
 axes["rescale"].set(title="rescale: what the old sums are multiplied by", ylabel="factor", ylim=(0, 1.05))
@@ -578,9 +580,10 @@ torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 # - `bounds` comes from the same `_tile_bounds`, with the roles of queries and keys exchanged. Key :math:`j` is seen by
 #   the queries from :math:`j - \text{upper}` to :math:`j - \text{lower}`.
 # - `lse_log2` and `delta` reach to the end of the last tile of queries. Behind the last query `lse_log2` is infinite,
-#   which makes the probabilities there :math:`2^{-\infty} = 0`. Full tiles need no mask along the queries. The masked
-#   ones, which compute a mask anyway, include it: a NaN in a key that no query sees would otherwise reach its own
-#   gradient, because NaN minus infinity is NaN.
+#   which makes the probabilities there :math:`2^{-\infty} = 0`. That is not enough for a key that is not finite, such as
+#   one of :math:`-\infty`, which is to have no weight: its products with the zeros behind the last query are NaN. So the
+#   last tile of queries counts as one that needs a mask, unless they fill it, and the loop over such tiles is always
+#   there.
 # - `dk` takes its factor :math:`\sigma` once, after the loop.
 #
 # The library computes :math:`\delta` and the padded statistics in a small kernel of their own,
@@ -686,8 +689,8 @@ except ValueError as error:
 #   own product.
 # - Here the keys are walked from the diagonal backwards. Where query 0 stands at key 0, tiles of queries divide those
 #   of keys, and only the first tile of a walk can need a mask. It holds at least one key that is allowed to each query,
-#   so the reference is finite from the start. Other alignments and windows are compiled as another kernel from the same
-#   source, which walks from the upper limit to the lower one, with masks at both ends and a finite start.
+#   so the mask alone leaves no query without a reference. Other alignments and windows are compiled as another kernel
+#   from the same source, which walks from the upper limit to the lower one, with masks at both ends.
 # - A shape is a power of two, and a head dimension like 80 is none. Its rows lie in shared memory as 128 columns: the
 #   tensor memory accelerator knows where a row of the tensor ends, and fills in zeros. The products leave them out. The
 #   scores are two products, over 64 columns and over 16, added up in the same registers, and the output has two such

@@ -211,10 +211,10 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("attention 2x4x1000x256", "sm_90"): (92, "a gradient of 256 columns, and masks at both ends of a walk"),
     ("attention 1x4x16x256", "sm_90"): (88, "the same with one mask, with Triton 3.9 alone"),
     ("attention 2x4x1024x64", "sm_90"): (
-        320,
+        368,
         "the parts of a float32 tile; larger tiles are faster all the same",
     ),
-    ("attention 4x8x1x64", "sm_90"): (320, "the same kernels"),
+    ("attention 4x8x1x64", "sm_90"): (368, "the same kernels"),
     ("attention 2x4x1024x64", "sm_86"): (12, "ptxas sets itself a limit of 80 registers"),
     ("attention 2x4x1024x128", "sm_90"): (960, "the same, with rows twice as long"),
     ("attention 1x2x16x128", "sm_90"): (1280, "the same, and the loops of a window"),

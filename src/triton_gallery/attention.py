@@ -233,7 +233,8 @@ def _attention_fwd_kernel(
 
     q_tile = _load_tile(q, q_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGN, USE_TMA)
     # Finite, not -inf: a row whose first tile is all masked would compute -inf - (-inf) = NaN.
-    row_max = tl.full((BLOCK_M,), -3.4028234663852886e38, STATS_DTYPE)
+    LOWEST: tl.constexpr = -1.7976931348623157e308 if STATS_DTYPE == tl.float64 else -3.4028234663852886e38
+    row_max = tl.full((BLOCK_M,), LOWEST, STATS_DTYPE)
     row_sum = tl.zeros((BLOCK_M,), STATS_DTYPE)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), STATS_DTYPE)
 
@@ -251,13 +252,12 @@ def _attention_fwd_kernel(
             if part != 1:
                 cols = start_n + tl.arange(0, BLOCK_N)
                 s = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER), s, float("-inf"))
-            # scale_log2 is positive, so the largest score is scaled once a row, not every score before the maximum.
-            new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-            # A fused multiply-add does not round the product as the maximum was rounded: without the bound, a score of
-            # 1e30 would exceed its own maximum.
-            p = tl.exp2(tl.minimum(s * scale_log2 - new_max[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            # The difference first, which is exactly 0 for the maximum itself. A fused multiply-add of the scaled scores
+            # would not round the product as the maximum was rounded: 1e30 would miss its own maximum by 1e22.
+            p = tl.exp2((s - new_max[:, None]) * scale_log2)
             # What was summed relative to the old maximum becomes relative to the new one.
-            rescale = tl.exp2(row_max - new_max)
+            rescale = tl.exp2((row_max - new_max) * scale_log2)
             row_sum = row_sum * rescale + tl.sum(p, 1)
             row_max = new_max
             v_tile = _load_tile(
@@ -270,7 +270,7 @@ def _attention_fwd_kernel(
     row_sum = tl.where(empty, 1.0, row_sum)
     out = tl.where(empty[:, None], 0.0, acc / row_sum[:, None])
     _store_tile(out_ptr, out, out_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN)
-    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * 0.6931471805599453)
+    lse = tl.where(empty, float("-inf"), (row_max * scale_log2 + tl.log2(row_sum)) * 0.6931471805599453)
     tl.store(lse_ptr + batch_head.to(tl.int64) * seq_q + rows, lse, mask=rows < seq_q)
 
 
@@ -344,9 +344,9 @@ def _attention_split_kernel(
         s = dot(q_tile, k_tile.T, None, PRECISION)
         allowed = _is_allowed(rows, start_n + tl.arange(0, BLOCK_N), lower, upper, seq_k, HAS_LOWER, HAS_UPPER)
         s = tl.where(allowed, s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-        p = tl.exp2(tl.minimum(s * scale_log2 - new_max[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
-        rescale = tl.exp2(row_max - new_max)
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        p = tl.exp2((s - new_max[:, None]) * scale_log2)
+        rescale = tl.exp2((row_max - new_max) * scale_log2)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         row_max = new_max
         v_tile = _load_tile(
@@ -356,7 +356,7 @@ def _attention_split_kernel(
 
     offsets = (batch_kv_head.to(tl.int64) * (group_size * seq_q) + lanes) * n_splits + split
     mask = lanes < group_size * seq_q
-    tl.store(split_max_ptr + offsets, row_max, mask=mask)
+    tl.store(split_max_ptr + offsets, row_max * scale_log2, mask=mask)
     tl.store(split_sum_ptr + offsets, row_sum, mask=mask)
     dims = tl.arange(0, BLOCK_DV)
     out_mask = mask[:, None] & (dims < HEAD_DIM_V)[None, :]
@@ -444,14 +444,20 @@ def _attention_bwd_preprocess_kernel(
 
     out = _load_tile(out_ptr, out_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, False)
     dout = _load_tile(dout_ptr, dout_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, False)
+    lse = tl.load(lse_ptr + offsets, mask=rows < seq_q, other=float("-inf"))
+    # Rows with no allowed key, and rows past the end: with +inf their probabilities exp2(s - inf) are 0 in the
+    # backward, where -inf would make them NaN. Nothing depends on their lse.
+    empty = lse == float("-inf")
     delta = tl.sum(out.to(STATS_DTYPE) * dout.to(STATS_DTYPE), 1)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + offsets, mask=rows < seq_q, other=0.0)
+        delta = tl.where(empty, 0.0, delta - tl.load(dlse_ptr + offsets, mask=rows < seq_q, other=0.0))
     tl.store(delta_ptr + padded_offsets, delta)
-    # Rows with no allowed key, and rows past the end: with +inf their probabilities exp2(s - inf) are 0 in the
-    # backward, where -inf would make them NaN.
-    lse = tl.load(lse_ptr + offsets, mask=rows < seq_q, other=float("-inf"))
-    tl.store(lse_log2_ptr + padded_offsets, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
+    lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)
+    # Where float32 cannot tell it from its neighbours at a distance of 2, rounding it down would make a probability
+    # more than 1, and soon infinite.
+    UNIT: tl.constexpr = 2.220446049250313e-16 if STATS_DTYPE == tl.float64 else 1.1920928955078125e-07
+    lse_log2 += tl.where(tl.abs(lse_log2) * UNIT > 2, tl.abs(lse_log2) * UNIT, 0.0)
+    tl.store(lse_log2_ptr + padded_offsets, lse_log2)
 
 
 @triton.jit(
@@ -515,14 +521,12 @@ def _attention_bwd_dkdv_kernel(
 
     # Key j is allowed to the queries with j - upper <= i <= j - lower: the same rule with the limits swapped.
     last = tl.minimum(start + BLOCK_N, seq_k) - 1
-    # A last tile of queries that is not whole needs no mask, since lse_log2 is inf past the end.
-    length = tl.cdiv(seq_q, BLOCK_M) * BLOCK_M
-    bounds = _tile_bounds(start, last, -upper, -lower, length, BLOCK_M, HAS_UPPER, HAS_LOWER)
+    bounds = _tile_bounds(start, last, -upper, -lower, seq_q, BLOCK_M, HAS_UPPER, HAS_LOWER)
     # Every query head of the group reads these keys, so this program adds up the gradients of them all in turn.
     for member in range(group_size):
         head = kv_head * group_size + member
         batch_head = batch * n_heads + head
-        for part in tl.static_range(0 if HAS_UPPER else 1, 3 if HAS_LOWER else 2):
+        for part in tl.static_range(0 if HAS_UPPER else 1, 3):
             for tile in range(bounds[part], bounds[part + 1]):
                 start_m = tile * BLOCK_M
                 q_tile = _load_tile(
@@ -1131,12 +1135,9 @@ def attention(
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 
-        Known defects, all of extreme numbers. Forward: on Hopper in 16 bits and without a window, a query gets NaN if
-        its scores with the last keys that it may see, up to 128 of them, are all -inf, as with keys of -inf, although
-        it has other keys. Elsewhere a query whose scores exceed 1e9 in magnitude may count as one without a key, and so
-        do float64 scores below -3.4e38. Backward: scores from 1e8 on leave the gradients no digit, and from 1e10 on
-        they may be infinite; k and v get a gradient of NaN for a key that is not finite, whatever its weight, where the
-        queries do not fill a tile; and a gradient of lse that is not finite reaches k also from a query without a key.
+        Scores that are all -inf count as no key, where torch has NaN. Two defects are known, both of extreme numbers. On
+        Hopper in 16 bits, a query whose scores exceed 4e9 in magnitude may get NaN, or count as one without a key. And
+        scores from 1e8 on leave the gradients no digit, which stay finite.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 

@@ -119,7 +119,8 @@ def _bwd_step(
     step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, q_tile, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
-    MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr, EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 queries against this consumer's 64 keys; S, P and dP stand transposed (keys x queries).
 
@@ -152,6 +153,9 @@ def _bwd_step(
     if not EVEN_KV:
         s = gl.where(keys[:, None] < seq_kv, s, float("-inf"))
     p = gl.exp2(s * scale_log2 - lse[None, :])
+    if not EVEN_Q:
+        # Past the end p is NaN for a key of NaN, which may be one that no query sees.
+        p = gl.where(lse[None, :] == float("inf"), 0.0, p)
     delta = stats_smem.index(2 * stage + 1).load(COLS)
     dv_tokens = start_sums(p.to(dtype), dout, dv)
     dp = warpgroup_mma_wait(len(dv), deps=(dp_token,))
@@ -192,8 +196,8 @@ def _bwd_head(
     step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_Q: gl.constexpr,
+    EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """The n query tiles of one head, from the first on."""
     # Where the tiles end that the upper limit cuts, and where those begin that the lower one cuts.
@@ -214,7 +218,7 @@ def _bwd_head(
                 dq_desc, q_full, dout_full, q_empty, head, kv_tile,
                 _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER), n_q_tiles, seq_kv, lower, upper, scale,
                 scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
-                EVEN_KV, CONSUMER,
+                EVEN_Q, EVEN_KV, CONSUMER,
             )  # fmt: skip
     return step + n, dk, dv
 
@@ -226,7 +230,7 @@ def _bwd_consumer(
     seq_kv, lower, upper, scale, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_DQ: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    DIAGONAL_FIRST: gl.constexpr, EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 keys: keeps their dK and dV in registers while the query tiles of each head of the group pass by."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -253,13 +257,13 @@ def _bwd_consumer(
             step, dk, dv = _bwd_head(
                 step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
                 q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-                BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
+                BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
             )  # fmt: skip
     else:
         _, dk, dv = _bwd_head(
             0, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
             q_full, dout_full, q_empty, kv_head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_KV, CONSUMER,
+            BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
         )  # fmt: skip
     store_wait(0)
     _meet()  # both consumers are past their last read of K and V before either overwrites them
@@ -308,6 +312,7 @@ def _attention_bwd_hopper_kernel(
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
     DIAGONAL_FIRST: gl.constexpr,  # exactly the first two query tiles of every key tile need the upper limit's mask
+    EVEN_Q: gl.constexpr,  # no tile of queries passes their end
     EVEN_KV: gl.constexpr,
 ):
     """A program owns a key tile (128 keys) of one head of keys: its dK and dV, and its share of dQ."""
@@ -343,13 +348,13 @@ def _attention_bwd_hopper_kernel(
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
             heads_per_section, seq_kv, lower, upper, scale, scale_log2,
             BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
-            EVEN_KV, 0)),
+            EVEN_Q, EVEN_KV, 0)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
             heads_per_section, seq_kv, lower, upper, scale, scale_log2,
             BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
-            EVEN_KV, 1)),
+            EVEN_Q, EVEN_KV, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
@@ -388,13 +393,21 @@ def _attention_bwd_hopper_prepare_kernel(
     dout_ptrs = dout_ptr + b * dout_strides[0] + h * dout_strides[1] + rows[:, None] * dout_strides[2] + cols
     out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(tl.float32)
-    # Rows past the end get lse = +inf, so that their probabilities are exp2(−inf) = 0.
-    lse = tl.load(lse_ptr + head * seq_q + rows, mask=row_mask, other=float("inf"))
+    lse = tl.load(lse_ptr + head * seq_q + rows, mask=row_mask, other=float("-inf"))
+    # Rows past the end, and rows all of whose scores are -inf, get +inf, so that their probabilities are
+    # exp2(−inf) = 0. Nothing depends on their lse.
+    empty = lse == float("-inf")
+    lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
+    # Where float32 cannot tell it from its neighbours at a distance of 2, rounding it down would make a probability
+    # more than 1, and soon infinite.
+    UNIT: tl.constexpr = 1.1920928955078125e-07
+    lse_log2 += tl.where(tl.abs(lse_log2) * UNIT > 2, tl.abs(lse_log2) * UNIT, 0.0)
     stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)
-    tl.store(stats_ptrs, lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
+    tl.store(stats_ptrs, lse_log2)
     delta = tl.sum(out * dout, axis=1)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + head * seq_q + rows, mask=row_mask, other=0.0)
+        dlse = tl.load(dlse_ptr + head * seq_q + rows, mask=row_mask, other=0.0)
+        delta = tl.where(empty, 0.0, delta - dlse)
     tl.store(stats_ptrs + 64, delta)
     if HAS_DQ_SUM:
         dq_sum_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
@@ -487,7 +500,7 @@ def backward(
             max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
             BLOCK_D=width, BLOCK_DV=width_v, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
             HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q,
-            EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
+            EVEN_Q=seq_q % (2 * QUERIES_PER_TILE) == 0, EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
         )  # fmt: skip
     else:
         fill_dkdv(tma_dk, tma_dv, q, dout, k, v, stats, stats_desc, lower, upper, scale)

@@ -331,10 +331,9 @@ def _fwd_consumer(
             s = _mask(s, row, (end - 1) * BLOCK_N, lower, upper)
         if not EVEN_KV:
             s = gl.where(cols[None, :] < seq_kv, s, float("-inf"))
-        first_max = gl.max(s, 1) * scale_log2
-        if IS_BAND:
-            # A query may meet its first key in a later tile: finite, so that -inf - (-inf) makes no NaN.
-            first_max = gl.maximum(first_max, -3.4028234663852886e38)
+        # Finite, so that -inf - (-inf) makes no NaN: a query may meet its first key, or its first score that is finite,
+        # in a later tile.
+        first_max = gl.maximum(gl.max(s, 1) * scale_log2, -3.4028234663852886e38)
         p_f32 = gl.exp2(s * scale_log2 - first_max[:, None])
         row_sum = gl.convert_layout(gl.sum(p_f32, 1), ROWS)
         row_max = gl.convert_layout(first_max, ROWS)
@@ -397,7 +396,8 @@ def _fwd_consumer(
         rows = row + gl.arange(0, BLOCK_M, ROWS)
         lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # ln 2: back to the natural logarithm
         gl.store(lse_ptr + head.to(gl.int64) * seq_q + rows, lse, mask=rows < seq_q)
-        acc = scale_sums(acc, 1.0 / row_sum)
+        # The sum is 0 where every score is -inf: as for a query without keys, the output is 0 and lse is -inf.
+        acc = scale_sums(acc, gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum))
         store_wait(0)
         store_rows(parts(out_smem, CONSUMER, BLOCK_DV, OUT_PIECES), acc)
         fence_async_shared()

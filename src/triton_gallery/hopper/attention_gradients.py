@@ -322,7 +322,7 @@ def _dkdv_producer(
 @gluon.jit
 def _probabilities(
     s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, step, row, tile, lower, upper, scale_log2,
-    MASK: gl.constexpr,
+    MASK: gl.constexpr, EVEN_Q: gl.constexpr,
 ):  # fmt: skip
     """P of a tile's scores, once they are there; the other consumer gets it in float32."""
     STAGES: gl.constexpr = q_full.shape[0]
@@ -332,6 +332,9 @@ def _probabilities(
     if MASK:
         s = _mask(s, row, tile * 64, lower, upper)
     p = gl.exp2(s * scale_log2 - lse[None, :])
+    if not EVEN_Q:
+        # Past the end p is NaN for a key of NaN, which may be one that no query sees.
+        p = gl.where(lse[None, :] == float("inf"), 0.0, p)
     mbarrier.wait(p_empty.index(step % 2), phase(step, 2) ^ 1)
     p_smem.index(step % 2).store(p)
     mbarrier.arrive(p_full.index(step % 2), count=1)
@@ -357,6 +360,7 @@ def _dv_of_head(
     step, dv, k, q_smem, dout_smem, lse_smem, p_smem, q_full, q_empty, dout_full, dout_empty, p_full, p_empty,
     row, begin, end, lower, upper, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    EVEN_Q: gl.constexpr,
 ):  # fmt: skip
     """dV += Pᵀ dO over the tiles of one head. The softmax of a tile runs under the sum of the tile before."""
     STAGES: gl.constexpr = q_full.shape[0]
@@ -364,7 +368,7 @@ def _dv_of_head(
     s = warpgroup_mma_wait(0, deps=(_start_s(k, q_smem, q_full, step, BLOCK_D),))
     p = _probabilities(
         s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, step, row, begin, lower, upper, scale_log2,
-        HAS_LOWER or HAS_UPPER,
+        HAS_LOWER or HAS_UPPER, EVEN_Q,
     ).to(dtype)  # fmt: skip
     bounds = _bounds(row, begin, end, lower, upper, 64, HAS_LOWER, HAS_UPPER)
     for part in gl.static_range(0 if HAS_LOWER else 1, 3 if HAS_UPPER else 2):
@@ -374,8 +378,9 @@ def _dv_of_head(
             dv_tokens = _start_dv(p, dv, dout_smem, dout_full, now - 1, BLOCK_DV)
             s = warpgroup_mma_wait(len(dv), deps=(s_token,))
             p = _probabilities(
-                s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, now, row, i, lower, upper, scale_log2, part != 1
-            ).to(dtype)
+                s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, now, row, i, lower, upper, scale_log2,
+                part != 1, EVEN_Q,
+            ).to(dtype)  # fmt: skip
             dv = wait_sums(dv_tokens, 0)
             mbarrier.arrive(dout_empty.index((now - 1) % STAGES), count=1)
     last = step + end - begin - 1
@@ -439,7 +444,7 @@ def _dkdv_consumer(
     own_full, q_full, q_empty, dout_full, dout_empty, p_full, p_empty, n_tiles, seq_q, seq_kv, n_heads, n_kv_heads,
     heads_per_section, lower, upper, scale, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    GRADIENT: gl.constexpr,
+    EVEN_Q: gl.constexpr, GRADIENT: gl.constexpr,
 ):  # fmt: skip
     """Keeps one gradient of the program's 64 keys in registers while the query tiles of each head pass by."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -459,7 +464,7 @@ def _dkdv_consumer(
                 sums = _dv_of_head(
                     step, sums, operand, q_smem, dout_smem, lse_smem, p_smem,
                     q_full, q_empty, dout_full, dout_empty, p_full, p_empty, row, begin, end, lower, upper, scale_log2,
-                    BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER,
+                    BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, EVEN_Q,
                 )  # fmt: skip
             else:
                 sums = _dk_of_head(
@@ -506,6 +511,7 @@ def _attention_dkdv_hopper_kernel(
     STAGES: gl.constexpr,
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
+    EVEN_Q: gl.constexpr,  # 64 divides the number of queries, so that no tile passes their end
 ):
     """A program owns 64 keys; key i gets what the queries from i + lower to i + upper add to it.
 
@@ -547,12 +553,12 @@ def _attention_dkdv_hopper_kernel(
             dk_desc, dv_desc, k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, p_smem,
             own_full, q_full, q_empty, dout_full, dout_empty, p_full, p_empty, n_tiles, seq_q, seq_kv, n_heads,
             n_kv_heads, heads_per_section, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, "v")),
+            BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, EVEN_Q, "v")),
         (_dkdv_consumer, (
             dk_desc, dv_desc, k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, p_smem,
             own_full, q_full, q_empty, dout_full, dout_empty, p_full, p_empty, n_tiles, seq_q, seq_kv, n_heads,
             n_kv_heads, heads_per_section, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, "k")),
+            BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, EVEN_Q, "k")),
     ], [4, 4], [240, 240])
     # fmt: on
 
@@ -636,7 +642,7 @@ def fill_dkdv(
         max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * row_bytes))),
         *_limits(lower, upper, seq_kv, seq_q), scale, scale * LOG2_E,
         BLOCK_D=width, BLOCK_DV=width_v, STAGES=2 if max(width, width_v) > 192 else 3,
-        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, num_warps=4,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, EVEN_Q=seq_q % QUERIES_PER_TILE == 0, num_warps=4,
     )  # fmt: skip
 
 

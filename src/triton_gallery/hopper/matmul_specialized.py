@@ -105,8 +105,6 @@ def _producer(
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Copies the tiles of a and b in the order in which the consumers want them."""
-    # The kernel before this one has to be done: what it writes is read here, and what it reads is written only later.
-    gdc_wait()
     step = 0
     steps = gl.cdiv(K, BLOCK_K)
     for i in range(_num_tiles(rounds)):
@@ -114,6 +112,10 @@ def _producer(
         batch, tile_m, tile_n = _tile(tile, order, GROUP_M)
         row = (tile_m * n_consumers + first) * BLOCK_M
         col = tile_n * BLOCK_N
+        if i == 0:
+            # The kernel before this one has to be done: what it writes is read here, and what it reads is written only
+            # later.
+            gdc_wait()
         for k in range(batch * k_step + begin * BLOCK_K, batch * k_step + end * BLOCK_K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
@@ -133,15 +135,6 @@ def _producer(
                     else:
                         async_load(a_desc, [batch * a_step, row + c * BLOCK_M, k], full.index(stage), a_tile)
             step += 1
-
-
-@gluon.jit
-def _release(empty, stage, n_working, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, pred=True):
-    """Say that this consumer has used a stage; the first one also speaks for those that have no work."""
-    mbarrier.arrive(empty.index(stage), count=1, pred=pred)
-    if CONSUMER == 0 and n_working < NUM_CONSUMERS:
-        for n in gl.static_range(1, NUM_CONSUMERS):
-            mbarrier.arrive(empty.index(stage), count=1, pred=pred & (n_working <= n))
 
 
 @gluon.jit
@@ -254,68 +247,70 @@ def _consumer(
     )
     step = 0
     steps = gl.cdiv(K, BLOCK_K)
-    n_mine = _num_tiles(rounds)
-    if CONSUMER > 0 and rounds is not None:
-        # The first one works alone where programs divide a tile's rows. And a consumer without work has no tiles.
-        n_rounds, _, _, _, by_rows, _ = rounds
-        n_mine = gl.where(by_rows != 0, n_rounds, n_mine)
-        n_mine = gl.where(CONSUMER < n_consumers, n_mine, 0)
-    for i in range(n_mine):
+    for i in range(_num_tiles(rounds)):
         tile, first, n_working, begin, end = _tile_and_share(i, rounds, n_consumers, steps)
-        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
-        for k in range(begin, end):
-            stage = step % STAGES
-            if A_TRANSPOSED:
-                a = a_smem.index(stage * NUM_CONSUMERS + CONSUMER).reshape((BLOCK_K, BLOCK_M)).permute((1, 0))
-            else:
-                a = a_smem.index(stage * NUM_CONSUMERS + CONSUMER).reshape((BLOCK_M, BLOCK_K))
-            if B_TRANSPOSED:
-                b = b_smem.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
-            else:
-                b = b_smem.index(stage).reshape((BLOCK_K, BLOCK_N))
-            mbarrier.wait(full.index(stage), phase(step, STAGES))
-            if PARTIAL_SUMS:
-                zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
-                token = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-                acc += warpgroup_mma_wait(0, deps=(token,))
-                _release(empty, stage, n_working, NUM_CONSUMERS, CONSUMER)
-            else:
-                token = warpgroup_mma(a, b, acc, use_acc=k > begin, is_async=True)
-                # One product stays in flight; the one before it is done, and so is its stage.
-                acc = warpgroup_mma_wait(1, deps=(token,))
-                _release(empty, (step + STAGES - 1) % STAGES, n_working, NUM_CONSUMERS, CONSUMER, k > begin)
-            step += 1
-        # The last product is under way while this is computed.
-        batch, tile_m, tile_n = _tile(tile, order, GROUP_M)
-        row = (tile_m * n_consumers + first + CONSUMER) * BLOCK_M
-        col = tile_n * BLOCK_N
-        if not PARTIAL_SUMS:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            _release(empty, (step + STAGES - 1) % STAGES, n_working, NUM_CONSUMERS, CONSUMER)
-
-        if out_smem is None:
-            _store_part(out_ptr, acc, batch, row, col, M, N)
-        elif sums_ptr is None:
-            _finish(
-                (acc,), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row, col, M, N,
-                stride_bias, ACTIVATION,
-            )  # fmt: skip
-        elif end < steps:
-            _send(sums_ptr, mail_ptr, acc, gl.program_id(0) * NUM_CONSUMERS + CONSUMER)
+        if CONSUMER >= n_working:
+            # A consumer without work lets the stages pass.
+            for _ in range(begin, end):
+                mbarrier.wait(full.index(step % STAGES), phase(step, STAGES))
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
+                step += 1
         else:
-            # In two halves: shared memory has no room for more beside the ring, nor have registers for what arrives.
-            left, right = _halves(acc)
-            left, right = _in_fours(left), _in_fours(right)
-            if begin > 0:
-                _, _, n_sharing, _, _, _ = rounds
-                for other in range(gl.program_id(0) - n_sharing + 1, gl.program_id(0)):
-                    place = other * NUM_CONSUMERS + CONSUMER
-                    left, right = _receive(sums_ptr, mail_ptr, left, right, place)
-            left, right = _in_rows(left, BLOCK_M), _in_rows(right, BLOCK_M)
-            _finish(
-                (left, right), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row,
-                col, M, N, stride_bias, ACTIVATION,
-            )  # fmt: skip
+            acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
+            for k in range(begin, end):
+                stage = step % STAGES
+                if A_TRANSPOSED:
+                    a = a_smem.index(stage * NUM_CONSUMERS + CONSUMER).reshape((BLOCK_K, BLOCK_M)).permute((1, 0))
+                else:
+                    a = a_smem.index(stage * NUM_CONSUMERS + CONSUMER).reshape((BLOCK_M, BLOCK_K))
+                if B_TRANSPOSED:
+                    b = b_smem.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
+                else:
+                    b = b_smem.index(stage).reshape((BLOCK_K, BLOCK_N))
+                mbarrier.wait(full.index(stage), phase(step, STAGES))
+                if PARTIAL_SUMS:
+                    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
+                    token = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+                    acc += warpgroup_mma_wait(0, deps=(token,))
+                    mbarrier.arrive(empty.index(stage), count=1)
+                else:
+                    token = warpgroup_mma(a, b, acc, use_acc=k > begin, is_async=True)
+                    # One product stays in flight; the one before it is done, and so is its stage.
+                    acc = warpgroup_mma_wait(1, deps=(token,))
+                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > begin)
+                step += 1
+            # The last product is under way while this is computed.
+            batch, tile_m, tile_n = _tile(tile, order, GROUP_M)
+            row = (tile_m * n_consumers + first + CONSUMER) * BLOCK_M
+            col = tile_n * BLOCK_N
+            if not PARTIAL_SUMS:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+
+            if out_smem is None:
+                _store_part(out_ptr, acc, batch, row, col, M, N)
+            elif sums_ptr is None:
+                _finish(
+                    (acc,), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row, col,
+                    M, N, stride_bias, ACTIVATION,
+                )  # fmt: skip
+            elif end < steps:
+                _send(sums_ptr, mail_ptr, acc, gl.program_id(0) * NUM_CONSUMERS + CONSUMER)
+            else:
+                # In two halves: shared memory has no room for more beside the ring, nor have registers for what
+                # arrives.
+                left, right = _halves(acc)
+                left, right = _in_fours(left), _in_fours(right)
+                if begin > 0:
+                    _, _, n_sharing, _, _, _ = rounds
+                    for other in range(gl.program_id(0) - n_sharing + 1, gl.program_id(0)):
+                        place = other * NUM_CONSUMERS + CONSUMER
+                        left, right = _receive(sums_ptr, mail_ptr, left, right, place)
+                left, right = _in_rows(left, BLOCK_M), _in_rows(right, BLOCK_M)
+                _finish(
+                    (left, right), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row,
+                    col, M, N, stride_bias, ACTIVATION,
+                )  # fmt: skip
     store_wait(0)
 
 
