@@ -259,18 +259,18 @@ def test_configs_are_few():
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("N", [16, 64, 128, 256, 512, 1024, 1536, 4096, 6144, 11008, 14336, 32000])
 def test_plans_on_hopper_are_few(N, K):
-    """Whatever the number of rows, three compilations of each kernel."""
+    """Whatever the number of rows, eight compilations of all kernels together."""
     meta = torch.device("meta")
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     compiled = {"pointer": set(), "specialized": set(), "parts": set()}
     for M in (*range(1, 18), *range(31, 300, 16), *range(300, 5000, 180), 8192, 9000, 16384):
-        if matmul_plan._is_large(M, N, K, 1, meta):
+        if matmul_plan._is_large(M, N, K, 2, 1, meta):
             n_parts, *_, config = specialized._config(M, N, K, 1, 2, False, True, meta)
             compiled["specialized" if n_parts == 1 else "parts"].add(tuple(config.values()))
         else:
             n_parts, config = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
-    assert all(len(configs) <= 3 for configs in compiled.values())
+    assert sum(map(len, compiled.values())) <= 8
 
 
 @pytest.mark.parametrize("K", [1, 17, 130, 2000, 4097, 8200, 16400])

@@ -3,8 +3,8 @@
 Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
 - Large products go to the kernel that works with TMA and specialized warps. The pointer kernel takes those with up to
-  64 rows or columns (of those with a K of up to 256, with fewer than 128), those whose tiles of 64 × 64 run all at
-  once, unless a long K makes enough parts of them, and of those with a K of up to 256 all but the largest.
+  64 rows or columns (of those with a K of up to 256, with fewer than 128), those whose tiles run all at once, unless
+  parts of a long K save more than they cost, and of those with a K of up to 256 all but the largest.
 - Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
   tile in float32, and a second kernel adds up the parts, always in the same order.
 - TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
@@ -31,6 +31,7 @@ _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64
 _SUM_US = 1.5  # to start a second kernel
 _MAX_PARTS = 32
+_PART_K = 512  # what a part of K has at least
 _COPY_ROWS = 1536  # so many rows of a make up for a copy of b
 SECTOR = 32  # bytes that the caches move at once
 
@@ -159,7 +160,8 @@ def memory_us(M: int, N: int, K: int, itemsize: int) -> float:
 
 def possible_parts(K: int, n_tiles: int, device: torch.device) -> range:
     """Numbers of parts of K, none too short, for which the whole GPU at once has room."""
-    return range(1, max(1, min(_MAX_PARTS, num_multiprocessors(device) // n_tiles, K // 1024)) + 1)
+    most = min(_MAX_PARTS, num_multiprocessors(device) // n_tiles, K // _PART_K) if K >= 2048 else 1
+    return range(1, max(1, most) + 1)
 
 
 def time_us(n_tiles: int, tile_us: float, n_parts: int, n_out: int, device: torch.device, least_us: float = 0) -> float:
@@ -194,22 +196,44 @@ def _pointer_config(
     if N <= 16 or (M <= 16 and N > 64):
         # Reading the other matrix is the whole cost. One program has as much of it on its way as shared memory holds.
         n_strips = n_matrices * cdiv(max(M, N), 64)
-        width, row_bytes = (64, 512) if n_strips <= n_processors else (128, 256)
+        width, row_bytes, num_stages = (64, 512, 4) if n_strips <= n_processors else (128, 256, 4)
+        if width == 64 and N <= 16 and K * itemsize <= 2048:
+            row_bytes, num_stages = 256, 5
         blocks = (width, 16) if N <= 16 else (16, width)
-        return config(*blocks, row_bytes, 4, width * K * itemsize / _THIN_BYTES_PER_US)
+        return config(*blocks, row_bytes, num_stages, width * K * itemsize / _THIN_BYTES_PER_US)
     # Where all tiles run at once, the smallest are the quickest: each reads the least. Of a long K they would read the
-    # most together; a short one is soon read by larger tiles, too.
+    # most together; a short one is soon read by larger tiles, too. Many short steps along K start a program sooner than
+    # few long ones, and of a long K they cost more.
     if K < 2048 and n_tiles(64, 32) <= n_processors:
-        return config(64, 32, 256, 5)
+        return config(64, 32, 128, 6) if K * itemsize <= 1024 else config(64, 32, 256, 5)
     if K > 256 and n_tiles(64, 64) <= n_processors:
-        return config(64, 64, 256, 5, 64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
-    block_n = 128 if N > 64 else 64
-    # Each program has as many stages as shared memory has room for. A short K needs no more than three.
-    programs = min(3, cdiv(n_tiles(64, block_n), n_processors)) if K > 256 else 3
-    return config(64, block_n, 128, 6 - programs)
+        row_bytes, num_stages = (128, 6) if K < 2048 else (256, 5)
+        return config(64, 64, row_bytes, num_stages, 64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
+    block_n = 128 if N > 64 and not _fits_in_small_tiles(M, N, K, itemsize, n_matrices, device) else 64
+    if K * itemsize <= 320:
+        return config(64, block_n, 64, 6 if K > 64 else 3)
+    # Each program has as many stages as shared memory has room for. A short K needs no more than three or four.
+    programs = min(3, cdiv(n_tiles(64, block_n), n_processors))
+    longest = {1: 6, 2: 4, 3: 3}[programs]
+    return config(64, block_n, 128, longest if K > 256 or block_n == 64 else min(4, longest))
 
 
-def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> bool:
+def _fits_in_small_tiles(M: int, N: int, K: int, itemsize: int, n_matrices: int, device: torch.device) -> bool:
+    """Whether two tiles of 64 × 64 on each multiprocessor make up for a second round of tiles of 64 × 128."""
+    n_processors, n_rows = num_multiprocessors(device), n_matrices * cdiv(M, 64)
+    return K * itemsize <= 1024 and n_rows * cdiv(N, 128) > n_processors and n_rows * cdiv(N, 64) <= 2 * n_processors
+
+
+def _parts_pay(M: int, N: int, K: int, itemsize: int, device: torch.device) -> bool:
+    """Whether parts of K save more than the start of specialized warps and of the kernel that adds up cost."""
+    n_parts = min(num_multiprocessors(device) // (cdiv(M, 64) * cdiv(N, 128)), K // _PART_K)
+    if K < 2048 or n_parts < 2:
+        return False
+    whole_us, least_us = 64 * 64 * K * itemsize / 2 / _SMALL_PER_US, 1.5 * memory_us(M, N, K, itemsize)
+    return max(whole_us, least_us) - max(whole_us / n_parts, least_us) > 3.5
+
+
+def _is_large(M: int, N: int, K: int, itemsize: int, n_matrices: int, device: torch.device) -> bool:
     """Whether TMA and specialized warps, which take longer to start, are worth it."""
     n_processors = num_multiprocessors(device)
     n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
@@ -218,10 +242,14 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> 
         return min(M, N) >= 128 and n_tiles > 2 * n_processors and n_tiles * K > 360 * n_processors
     if min(M, N) <= 64:
         return False
-    # A long K may be cut, and each part of a tile counts. Otherwise the pointer kernel is the quicker one as long as it
-    # can compute all tiles of 64 × 64 at once.
-    is_cut = n_tiles * (K // 4096) > n_processors * 3 // 8
-    return is_cut or n_matrices * cdiv(M, 64) * cdiv(N, 64) > n_processors
+    if n_matrices == 1 and _parts_pay(M, N, K, itemsize, device):
+        return True
+    # Otherwise the pointer kernel is the quicker one as long as it can compute all tiles at once.
+    if itemsize == 2 and K <= 1024 and n_tiles <= n_processors:
+        return False
+    if itemsize == 2 and _fits_in_small_tiles(M, N, K, itemsize, n_matrices, device):
+        return False
+    return n_matrices * cdiv(M, 64) * cdiv(N, 64) > n_processors
 
 
 def row_bytes(x: torch.Tensor) -> int:
@@ -279,7 +307,7 @@ def multiply(
     tma, specialized = load("matmul"), load("matmul_specialized")
     wide = loads_are_wide(a) and loads_are_wide(b)
     if tma.supports(a, b, out, batch):
-        if _is_large(M, N, K, n_matrices, a.device) or not wide:
+        if _is_large(M, N, K, a.element_size(), n_matrices, a.device) or not wide:
             if specialized and n_matrices == 1 and a.dtype not in FLOAT8 and M >= _COPY_ROWS:
                 b = _aligned(b, SECTOR)
             (specialized or tma).multiply(a, b, bias, out, pre, activation, reduced, batch)

@@ -36,7 +36,6 @@ from .matmul import FLOAT8, is_transposed, matrices
 from .matmul_plan import _SUM_US, SECTOR, memory_us, possible_parts, row_bytes, sum_parts, time_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
-GROUP_M = 8  # rows of tiles that are computed together
 
 
 def _inverse(d: int) -> int:
@@ -573,6 +572,8 @@ def _config(
     (n_consumers, block_n, all_consumers, stages, _), n_parts, n_sharing, by_rows = min(choices, key=time)
     return n_parts, n_sharing, by_rows, n_consumers, dict(
         BLOCK_N=block_n,
+        # Rows of tiles that are computed together: what a round then reads of a and of b is about the same.
+        GROUP_M=16 if block_n == 256 else 8,
         NUM_CONSUMERS=all_consumers,
         STAGES=stages,
         REGISTERS=160 if all_consumers == 3 else 240,
@@ -597,7 +598,7 @@ def multiply(
     n_parts, n_sharing, by_rows, n_consumers, config = _config(
         M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device
     )
-    block_k, block_n = 128 // a.element_size(), config["BLOCK_N"]
+    block_k, block_n, group_m = 128 // a.element_size(), config["BLOCK_N"], config["GROUP_M"]
     tiles_m, tiles_n = cdiv(M, BLOCK_M * n_consumers), cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
     descriptors = (
@@ -605,12 +606,12 @@ def multiply(
         descriptor(matrices(b, n_matrices, b_stride), [1, block_n, block_k] if b_transposed else [1, block_k, block_n]),
     )
     config |= dict(
-        BLOCK_M=BLOCK_M, BLOCK_K=block_k, GROUP_M=GROUP_M, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
+        BLOCK_M=BLOCK_M, BLOCK_K=block_k, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
         PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     n_tiles = n_matrices * n_parts * tiles_m * tiles_n
     n_programs = min(num_multiprocessors(a.device), n_tiles)
-    inverses = _inverse(tiles_m * tiles_n), _inverse(GROUP_M * tiles_n), _inverse(tiles_m % GROUP_M or GROUP_M)
+    inverses = _inverse(tiles_m * tiles_n), _inverse(group_m * tiles_n), _inverse(tiles_m % group_m or group_m)
     if n_parts > 1:
         part_k = cdiv(K, n_parts * block_k) * block_k
         # Rows that begin at multiples of 16 bytes.
