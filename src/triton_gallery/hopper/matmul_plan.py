@@ -31,7 +31,7 @@ _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64
 _SUM_US = 1.5  # to start a second kernel
 _MAX_PARTS = 32
-_PART_K = 512  # what a part of K has at least
+_PART_K = 768  # what a part of K has at least
 _COPY_ROWS = 1536  # so many rows of a make up for a copy of b
 SECTOR = 32  # bytes that the caches move at once
 
@@ -63,11 +63,10 @@ def _sum_parts_kernel(
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
     if PDL:
         gdc_wait()
-    for first in range(0, n_parts, 8):
-        # Eight loads at a time are on their way; a part that does not exist adds 0.
-        for i in tl.static_range(8):
-            acc += tl.load(part_ptrs + i * part_stride, mask=mask & (first + i < n_parts), other=0.0)
-        part_ptrs += tl.cast(8, tl.int64) * part_stride
+    # Pipelined: seven parts are on their way while one is added.
+    for _ in tl.range(0, n_parts, num_stages=8):
+        acc += tl.load(part_ptrs, mask=mask, other=0.0)
+        part_ptrs += part_stride
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + cols.to(tl.int64) * stride_bias, mask=cols < n_cols, other=0.0).to(tl.float32)
     offsets = rows * out_row_stride + cols
@@ -164,6 +163,11 @@ def possible_parts(K: int, n_tiles: int, device: torch.device) -> range:
     return range(1, max(1, most) + 1)
 
 
+def _equal_parts(K: int, n_tiles: int, device: torch.device) -> list[int]:
+    """Those of `possible_parts` that have the same number of columns each, a multiple of 16."""
+    return [n for n in possible_parts(K, n_tiles, device) if n == 1 or K % (16 * n) == 0]
+
+
 def time_us(n_tiles: int, tile_us: float, n_parts: int, n_out: int, device: torch.device, least_us: float = 0) -> float:
     """About how long a product takes: rounds of tiles, or what memory needs, and the sum of the parts."""
     rounds = cdiv(n_tiles * n_parts, num_multiprocessors(device))
@@ -186,7 +190,7 @@ def _pointer_config(
             # Of whole tiles, so that not every number of rows decides anew.
             rows, cols = cdiv(M, block_m) * block_m, cdiv(N, block_n) * block_n
             least_us = memory_us(rows, cols, K, itemsize)
-            parts = (n for n in possible_parts(K, tiles, device) if n == 1 or K % (16 * n) == 0)
+            parts = _equal_parts(K, tiles, device)
             n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, rows * cols, device, least_us))
         # The matrix unit takes 32 bytes of each row at a time.
         block_k = max(32 // itemsize, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
@@ -196,9 +200,12 @@ def _pointer_config(
     if N <= 16 or (M <= 16 and N > 64):
         # Reading the other matrix is the whole cost. One program has as much of it on its way as shared memory holds.
         n_strips = n_matrices * cdiv(max(M, N), 64)
-        width, row_bytes, num_stages = (64, 512, 4) if n_strips <= n_processors else (128, 256, 4)
-        if width == 64 and N <= 16 and K * itemsize <= 2048:
-            row_bytes, num_stages = 256, 5
+        if n_strips > n_processors:
+            width, row_bytes, num_stages = 128, 256, 4
+        elif N <= 16 and K * itemsize <= 2048:
+            width, row_bytes, num_stages = 64, 256, 5
+        else:
+            width, row_bytes, num_stages = 64, 512, 4
         blocks = (width, 16) if N <= 16 else (16, width)
         return config(*blocks, row_bytes, num_stages, width * K * itemsize / _THIN_BYTES_PER_US)
     # Where all tiles run at once, the smallest are the quickest: each reads the least. Of a long K they would read the
@@ -214,8 +221,8 @@ def _pointer_config(
         return config(64, block_n, 64, 6 if K > 64 else 3)
     # Each program has as many stages as shared memory has room for. A short K needs no more than three or four.
     programs = min(3, cdiv(n_tiles(64, block_n), n_processors))
-    longest = {1: 6, 2: 4, 3: 3}[programs]
-    return config(64, block_n, 128, longest if K > 256 or block_n == 64 else min(4, longest))
+    num_stages = {1: 6, 2: 4, 3: 3} if K > 256 or block_n == 64 else {1: 4, 2: 3, 3: 3}
+    return config(64, block_n, 128, num_stages[programs])
 
 
 def _fits_in_small_tiles(M: int, N: int, K: int, itemsize: int, n_matrices: int, device: torch.device) -> bool:
@@ -225,12 +232,12 @@ def _fits_in_small_tiles(M: int, N: int, K: int, itemsize: int, n_matrices: int,
 
 
 def _parts_pay(M: int, N: int, K: int, itemsize: int, device: torch.device) -> bool:
-    """Whether parts of K save more than the start of specialized warps and of the kernel that adds up cost."""
-    n_parts = min(num_multiprocessors(device) // (cdiv(M, 64) * cdiv(N, 128)), K // _PART_K)
-    if K < 2048 or n_parts < 2:
-        return False
-    whole_us, least_us = 64 * 64 * K * itemsize / 2 / _SMALL_PER_US, 1.5 * memory_us(M, N, K, itemsize)
-    return max(whole_us, least_us) - max(whole_us / n_parts, least_us) > 3.5
+    """Whether a long K is quicker in the parts of the specialized kernel, which begin anywhere, than in equal ones."""
+    n_equal = max(_equal_parts(K, cdiv(M, 64) * cdiv(N, 64), device))
+    n_parts = max(possible_parts(K, cdiv(M, 64) * cdiv(N, 128), device))
+    whole_us, least_us = 64 * 64 * K * itemsize / 2 / _SMALL_PER_US, memory_us(M, N, K, itemsize)
+    equal_us = max(whole_us / n_equal, least_us) + (2.5 if n_equal > 1 else 0)
+    return max(whole_us / n_parts, least_us) + 5.5 < equal_us
 
 
 def _is_large(M: int, N: int, K: int, itemsize: int, n_matrices: int, device: torch.device) -> bool:

@@ -54,14 +54,14 @@ def _divide(n, d, inverse):
 
 
 @gluon.jit
-def _tile(i, order, GROUP_M: gl.constexpr):
+def _tile(i, order):
     """The i-th tile of all: its matrix, row and column; what `_grouped_tile` says, without dividing."""
-    tiles_m, tiles_n, per_matrix, per_group, per_last_column = order
+    tiles_m, tiles_n, group_m, per_matrix, per_group, per_column, per_last_column = order
     batch, i = _divide(i, tiles_m * tiles_n, per_matrix)
-    group, within = _divide(i, GROUP_M * tiles_n, per_group)
-    rows = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    tile_n, row = _divide(within, rows, gl.where(rows < GROUP_M, per_last_column, 2**30 // GROUP_M + 1))
-    return batch, group * GROUP_M + row, tile_n
+    group, within = _divide(i, group_m * tiles_n, per_group)
+    rows = gl.minimum(tiles_m - group * group_m, group_m)
+    tile_n, row = _divide(within, rows, gl.where(rows < group_m, per_last_column, per_column))
+    return batch, group * group_m + row, tile_n
 
 
 @gluon.jit
@@ -101,14 +101,14 @@ def _tile_and_share(i, rounds, n_consumers, steps):
 def _producer(
     a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Copies the tiles of a and b in the order in which the consumers want them."""
     step = 0
     steps = gl.cdiv(K, BLOCK_K)
     for i in range(_num_tiles(rounds)):
         tile, first, n_working, begin, end = _tile_and_share(i, rounds, n_consumers, steps)
-        batch, tile_m, tile_n = _tile(tile, order, GROUP_M)
+        batch, tile_m, tile_n = _tile(tile, order)
         row = (tile_m * n_consumers + first) * BLOCK_M
         col = tile_n * BLOCK_N
         if i == 0:
@@ -236,7 +236,7 @@ def _consumer(
     bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
     order, rounds, n_consumers, M, N, K, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_M rows of each of the program's tiles."""
@@ -279,7 +279,7 @@ def _consumer(
                     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > begin)
                 step += 1
             # The last product is under way while this is computed.
-            batch, tile_m, tile_n = _tile(tile, order, GROUP_M)
+            batch, tile_m, tile_n = _tile(tile, order)
             row = (tile_m * n_consumers + first + CONSUMER) * BLOCK_M
             col = tile_n * BLOCK_N
             if not PARTIAL_SUMS:
@@ -318,7 +318,7 @@ def _tiles(
     a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds, M, N, K, a_step,
     b_step, k_step, n_consumers, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Divides the program's warps: one group copies the tiles, the others multiply them."""
@@ -347,48 +347,48 @@ def _tiles(
         gl.warp_specialize([
             (_producer, (
                 a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
                 empty, order, rounds, n_consumers, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
         ], [4], [REGISTERS])
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_producer, (
                 a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
                 empty, order, rounds, n_consumers, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
                 empty, order, rounds, n_consumers, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (
                 a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED)),
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
                 empty, order, rounds, n_consumers, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
                 empty, order, rounds, n_consumers, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
                 empty, order, rounds, n_consumers, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED,
+                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
@@ -396,8 +396,8 @@ def _tiles(
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles_m", "tiles_n", "per_matrix", "per_group", "per_last_column", "n_rounds", "n_last", "n_sharing",
-        "per_tile", "by_rows", "share", "M", "N", "K", "a_step", "b_step", "n_consumers",
+        "tiles_m", "tiles_n", "group_m", "per_matrix", "per_group", "per_column", "per_last_column", "n_rounds",
+        "n_last", "n_sharing", "per_tile", "by_rows", "share", "M", "N", "K", "a_step", "b_step", "n_consumers",
     ]
 )  # fmt: skip
 def _matmul_specialized_kernel(
@@ -412,8 +412,10 @@ def _matmul_specialized_kernel(
     pre_desc,
     tiles_m,  # tiles in a column of tiles
     tiles_n,  # and in a row
-    per_matrix,  # inverses of the tiles of a matrix, of a group of GROUP_M rows, and of a column of the last group
+    group_m,  # rows of tiles that are computed together
+    per_matrix,  # inverses of the tiles of a matrix, of a group, and of a column of a group and of the last one
     per_group,
+    per_column,
     per_last_column,
     n_rounds,  # full rounds
     n_last,  # programs with work in the last one, which is not full
@@ -433,7 +435,6 @@ def _matmul_specialized_kernel(
     BLOCK_K: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -445,17 +446,19 @@ def _matmul_specialized_kernel(
 
     If the last round of tiles is not full, n_sharing programs compute each of them.
     """
-    order = tiles_m, tiles_n, per_matrix, per_group, per_last_column
+    order = tiles_m, tiles_n, group_m, per_matrix, per_group, per_column, per_last_column
     rounds = n_rounds, n_last, n_sharing, per_tile, by_rows, share
     _tiles(
         a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds, M, N, K,
-        a_step, b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M,
-        A_TRANSPOSED, B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
+        a_step, b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED,
+        B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
     )  # fmt: skip
 
 
 @gluon.jit(
-    do_not_specialize=["tiles_m", "tiles_n", "per_matrix", "per_group", "per_last_column", "M", "N", "part_k"]
+    do_not_specialize=[
+        "tiles_m", "tiles_n", "group_m", "per_matrix", "per_group", "per_column", "per_last_column", "M", "N", "part_k",
+    ]
 )  # fmt: skip
 def _matmul_parts_kernel(
     a_desc,  # (1, M, K), or (1, K, M) when A_TRANSPOSED
@@ -463,8 +466,10 @@ def _matmul_parts_kernel(
     out_ptr,  # (n_parts, M, N), float32
     tiles_m,
     tiles_n,
+    group_m,
     per_matrix,
     per_group,
+    per_column,
     per_last_column,
     M,
     N,
@@ -474,7 +479,6 @@ def _matmul_parts_kernel(
     BLOCK_K: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
     PARTIAL_SUMS: gl.constexpr,
@@ -484,10 +488,10 @@ def _matmul_parts_kernel(
 
     Each program owns one tile of one part.
     """
-    order = tiles_m, tiles_n, per_matrix, per_group, per_last_column
+    order = tiles_m, tiles_n, group_m, per_matrix, per_group, per_column, per_last_column
     _tiles(
         a_desc, b_desc, None, out_ptr, None, None, None, None, None, order, None, M, N, part_k, 0, 0, part_k,
-        NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, GROUP_M, A_TRANSPOSED, B_TRANSPOSED, None,
+        NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED, None,
         PARTIAL_SUMS, 0, REGISTERS,
     )  # fmt: skip
 
@@ -572,11 +576,11 @@ def _config(
     (n_consumers, block_n, all_consumers, stages, _), n_parts, n_sharing, by_rows = min(choices, key=time)
     return n_parts, n_sharing, by_rows, n_consumers, dict(
         BLOCK_N=block_n,
-        # Rows of tiles that are computed together: what a round then reads of a and of b is about the same.
-        GROUP_M=16 if block_n == 256 else 8,
         NUM_CONSUMERS=all_consumers,
         STAGES=stages,
-        REGISTERS=160 if all_consumers == 3 else 240,
+        REGISTERS=160 if all_consumers == 3 or block_n == 128 else 240,
+        # Some are left for the kernel that adds up parts, so that it is there when they are done.
+        maxnreg={1: 128, 2: 144}[all_consumers] if n_parts > 1 and block_n == 128 else None,
     )  # fmt: skip
 
 
@@ -598,7 +602,7 @@ def multiply(
     n_parts, n_sharing, by_rows, n_consumers, config = _config(
         M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device
     )
-    block_k, block_n, group_m = 128 // a.element_size(), config["BLOCK_N"], config["GROUP_M"]
+    block_k, block_n = 128 // a.element_size(), config["BLOCK_N"]
     tiles_m, tiles_n = cdiv(M, BLOCK_M * n_consumers), cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
     descriptors = (
@@ -611,14 +615,17 @@ def multiply(
     )  # fmt: skip
     n_tiles = n_matrices * n_parts * tiles_m * tiles_n
     n_programs = min(num_multiprocessors(a.device), n_tiles)
-    inverses = _inverse(tiles_m * tiles_n), _inverse(group_m * tiles_n), _inverse(tiles_m % group_m or group_m)
+    # Groups of about the same size, in which a round reads about as much of a as of b.
+    group_m = cdiv(tiles_m, max(1, round(tiles_m / (12 if block_n == 256 else 8))))
+    divisors = tiles_m * tiles_n, group_m * tiles_n, group_m, tiles_m % group_m or group_m
+    order = tiles_m, tiles_n, group_m, *map(_inverse, divisors)
     if n_parts > 1:
         part_k = cdiv(K, n_parts * block_k) * block_k
         # Rows that begin at multiples of 16 bytes.
         parts = scratch((n_parts, M, cdiv(N, 4) * 4), torch.float32, out.device)[..., :N]
         launch(
             _matmul_parts_kernel, (n_programs,),
-            *descriptors, parts, tiles_m, tiles_n, *inverses, M, N, part_k,
+            *descriptors, parts, *order, M, N, part_k,
             **config,
         )  # fmt: skip
         sum_parts(parts, bias, out, pre, activation)
@@ -642,7 +649,7 @@ def multiply(
         sums = mail = None
     launch(
         _matmul_specialized_kernel, (n_programs,),
-        *descriptors, bias, out, pre, sums, mail, out_desc, pre_desc, tiles_m, tiles_n, *inverses,
+        *descriptors, bias, out, pre, sums, mail, out_desc, pre_desc, *order,
         n_tiles // n_programs, n_tiles % n_programs * n_sharing, n_sharing, _inverse(n_sharing), int(by_rows),
         cdiv(cdiv(K, block_k), n_sharing), M, N, K, int(a_stride > 0), int(b_stride > 0), n_consumers,
         0 if bias is None else bias.stride(0),
