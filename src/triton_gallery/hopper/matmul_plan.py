@@ -63,10 +63,12 @@ def _sum_parts_kernel(
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
     if PDL:
         gdc_wait()
-    # Pipelined: seven parts are on their way while one is added.
-    for _ in tl.range(0, n_parts, num_stages=8):
-        acc += tl.load(part_ptrs, mask=mask, other=0.0)
-        part_ptrs += part_stride
+    for first in range(0, n_parts, 8):
+        # Unrolled, so that loads need not wait for each other; a part that does not exist adds 0.
+        for i in tl.static_range(8):
+            end = tl.where(first + i < n_parts, n_cols, 0)
+            acc += tl.load(part_ptrs + i * part_stride, mask=mask & (cols < end), other=0.0)
+        part_ptrs += tl.cast(8, tl.int64) * part_stride
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + cols.to(tl.int64) * stride_bias, mask=cols < n_cols, other=0.0).to(tl.float32)
     offsets = rows * out_row_stride + cols

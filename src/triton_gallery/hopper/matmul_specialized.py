@@ -578,9 +578,7 @@ def _config(
         BLOCK_N=block_n,
         NUM_CONSUMERS=all_consumers,
         STAGES=stages,
-        REGISTERS=160 if all_consumers == 3 or block_n == 128 else 240,
-        # Some are left for the kernel that adds up parts, so that it is there when they are done.
-        maxnreg={1: 128, 2: 144}[all_consumers] if n_parts > 1 and block_n == 128 else None,
+        REGISTERS=160 if all_consumers == 3 else 240,
     )  # fmt: skip
 
 
