@@ -555,10 +555,11 @@ torch.testing.assert_close(out, a @ b)
 # three others multiply and store, and barriers in shared memory tell each side when a tile has come or may go. Copies
 # then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is
 # written in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are
-# those of this page. The library takes it on Hopper for large products of 16-bit numbers, and of float8 if :math:`B`
-# lies transposed, and for smaller ones whose rows the third rung would have to load number by number; and it takes the
-# kernel above where Gluon is missing. For all else the third rung is there, and for vectors the small kernel from
-# above.
+# those of this page, but that the rows of tiles are divided into groups of about the same size, 12 where tiles are
+# 128 × 256: then a round needs about as much of :math:`A` as of :math:`B`, and no group is left with a single row. The
+# library takes this kernel on Hopper for large products of 16-bit numbers, and of float8 if :math:`B` lies transposed,
+# and for smaller ones whose rows the third rung would have to load number by number; and it takes the kernel above
+# where Gluon is missing. For all else the third rung is there, and for vectors the small kernel from above.
 
 # %%
 # How close to the matrix unit's limit?
@@ -1168,10 +1169,13 @@ for n in (256, 512, 1024):
     print(f"{n}³: {2 * n**3 / report_fp16.series('triton_gallery')[n] * 1e-6:.1f} µs")
 
 # %%
-# That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave 2.9 at 256³ for
-# ours and for torch's on an H100, at 512³ 3.7 and 3.9, and at 1024³ 6.9 and 6.3. (No record holds these.) The library's
-# tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 2048, as at 512³. Each then reads little,
-# and our rate there is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's.
+# That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave 2.7 at 256³ for
+# ours and 3.0 for torch's on an H100, at 512³ 3.7 and 4.0, and at 1024³ 6.9 and 6.2. (No record holds these.) The
+# library's tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 2048, as at 512³. Each then
+# reads little, and our rate there is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step
+# goes along :math:`K` matters, too: the first product waits for the first step to arrive. With steps of 64 numbers in
+# place of 128 most of these products became quicker by some per cent, as long as :math:`K` was below some 700. (No
+# record holds these either.)
 #
 # And where does the time inside of a kernel go? We let the fifth rung write down the cycle counter of its
 # multiprocessor, at 1024³ on an H100. After 940 cycles the barriers are there, at 1900 the first copy starts, and at
@@ -1182,11 +1186,11 @@ for n in (256, 512, 1024):
 # is under way. (None of this stands in a record.)
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
-# in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes the fifth rung with
-# 72 of 64 × 128, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³ there would
-# be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle,
-# and we are at :measured:`matmul-fp16: triton_gallery / torch at 1536`. (To share the 12 would take longer, it
-# reckons.) At 1024³ one round needs small tiles of 64 × 128, and we are at
+# in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128,
+# and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³ there would be 144 tiles of
+# 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle, and we are at
+# :measured:`matmul-fp16: triton_gallery / torch at 1536`. (To share the 12 would take longer, it reckons.) At 1024³ one
+# round needs small tiles of 64 × 128, and we are at
 # :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at
 # :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
@@ -1230,8 +1234,8 @@ for n in (256, 512, 1024):
 # :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of
-# torch's rate, another case that a microsecond decides. From 2048 on :math:`K` is cut, and torch is ahead: we are at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 2048` there and at
+# torch's rate, another case that a microsecond decides. From 2048 on :math:`K` is cut, and torch is ahead or about
+# even: we are at :measured:`matmul-long-fp16: triton_gallery / torch at 2048` there and at
 # :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end. The parts go to memory in float32 and come
 # back, and up to 8192 the tiles are smaller than 128 × 128, so that fewer parts will do. What each of these costs we
 # have not measured.
@@ -1254,13 +1258,16 @@ for n in (256, 512, 1024):
 #
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` of torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
-# what chosen sizes hide. The lowest have tiles for less than the whole GPU, and a :math:`K` that the library cuts badly
-# or not at all. The third rung's parts are equal, multiples of 16 and at least 1024 long: 16 × 32 × 15104 has room for
-# 14, but 944, its number of sixteens, has no divisor between 8 and 14. Where more than half of the multiprocessors have
-# a tile, as for 2128 × 112 × 4432, there are no parts. With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than
-# there are multiprocessors we are slower than torch in all that were drawn, as the last line above says. For one of
-# them, 1040 × 944 × 352, cuBLAS's kernel has 119 tiles of 64 × 136, one round, where our 72 of 128 × 128 leave almost
-# half of the multiprocessors idle; the others we have not looked into. (No record holds that.)
+# what chosen sizes hide. It showed us steps along :math:`K` that were too long for small tiles, groups of 8 rows where
+# a matrix has 9 rows of tiles, and a long :math:`K` that was not cut because no number divided it. The third rung's
+# parts are equal, multiples of 16 and at least 768 long: 16 × 32 × 15104 has room for 19, and of 944, its number of
+# sixteens, 16 is the largest divisor below that. Where equal parts are too few, as for 2128 × 112 × 4432, the library
+# now takes the fifth rung, whose parts may begin anywhere. The lowest that are left have tiles for a part of the GPU
+# and much to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one are
+# empty. With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than
+# torch in all that were drawn, as the last line above says. For one of them, 1040 × 944 × 352, cuBLAS's kernel has 119
+# tiles of 64 × 136, one round, where most multiprocessors get two of our 64 × 64; the others we have not looked into.
+# (No record holds that.)
 
 # %%
 # Break it: forget the short group

@@ -580,10 +580,10 @@ torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 # - `bounds` comes from the same `_tile_bounds`, with the roles of queries and keys exchanged. Key :math:`j` is seen by
 #   the queries from :math:`j - \text{upper}` to :math:`j - \text{lower}`.
 # - `lse_log2` and `delta` reach to the end of the last tile of queries. Behind the last query `lse_log2` is infinite,
-#   which makes the probabilities there :math:`2^{-\infty} = 0`. That is not enough for a key that is not finite, such as
-#   one of :math:`-\infty`, which is to have no weight: its products with the zeros behind the last query are NaN. So the
-#   last tile of queries counts as one that needs a mask, unless they fill it, and the loop over such tiles is always
-#   there.
+#   which makes the probabilities there :math:`2^{-\infty} = 0`. For a key that is not finite, such as one of
+#   :math:`-\infty`, which is to have no weight, that is not enough: its products with the zeros behind the last query
+#   are NaN. So the last tile of queries counts as one that needs a mask, unless they fill it, and the loop over such
+#   tiles is always there.
 # - `dk` takes its factor :math:`\sigma` once, after the loop.
 #
 # The library computes :math:`\delta` and the padded statistics in a small kernel of their own,

@@ -254,7 +254,7 @@ def _is_large(M: int, N: int, K: int, itemsize: int, n_matrices: int, device: to
     if n_matrices == 1 and _parts_pay(M, N, K, itemsize, device):
         return True
     # Otherwise the pointer kernel is the quicker one as long as it can compute all tiles at once.
-    if itemsize == 2 and K <= 1024 and n_tiles <= n_processors:
+    if itemsize == 2 and K <= 768 and n_tiles <= n_processors:
         return False
     if itemsize == 2 and _fits_in_small_tiles(M, N, K, itemsize, n_matrices, device):
         return False
