@@ -555,11 +555,11 @@ torch.testing.assert_close(out, a @ b)
 # three others multiply and store, and barriers in shared memory tell each side when a tile has come or may go. Copies
 # then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is
 # written in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are
-# those of this page, but that the rows of tiles are divided into groups of about the same size, 12 where tiles are
-# 128 × 256: then a round needs about as much of :math:`A` as of :math:`B`, and no group is left with a single row. The
-# library takes this kernel on Hopper for large products of 16-bit numbers, and of float8 if :math:`B` lies transposed,
-# and for smaller ones whose rows the third rung would have to load number by number; and it takes the kernel above
-# where Gluon is missing. For all else the third rung is there, and for vectors the small kernel from above.
+# those of this page, but that the rows of tiles are divided into groups of about the same size, some 12 where tiles
+# are 128 × 256. The library takes this kernel on Hopper for large products of 16-bit numbers, and of float8 if
+# :math:`B` lies transposed, and for smaller ones whose rows the third rung would have to load number by number; and it
+# takes the kernel above where Gluon is missing. For all else the third rung is there, and for vectors the small kernel
+# from above.
 
 # %%
 # How close to the matrix unit's limit?
@@ -1183,7 +1183,8 @@ for n in (256, 512, 1024):
 # Half is not multiplying. It used to be more: to find its tile, a program made four divisions, and its first copy
 # started 500 cycles later; others came behind every tile, while the matrix unit waited. Now the host passes an inverse
 # of each divisor, a multiplication takes the place of the division, and behind a tile it is done while the last product
-# is under way. (None of this stands in a record.)
+# is under way. (None of this stands in a record. Since we counted, a program looks for its first tile before it waits
+# for the kernel ahead of it, and no longer after.)
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128,

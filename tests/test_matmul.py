@@ -264,12 +264,13 @@ def test_plans_on_hopper_are_few(N, K):
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     compiled = {"pointer": set(), "specialized": set(), "parts": set()}
     for M in (*range(1, 18), *range(31, 300, 16), *range(300, 5000, 180), 8192, 9000, 16384):
-        if matmul_plan._is_large(M, N, K, 2, 1, meta):
+        if matmul_plan._is_large(M, N, K, 1, 2, meta):
             n_parts, *_, config = specialized._config(M, N, K, 1, 2, False, True, meta)
             compiled["specialized" if n_parts == 1 else "parts"].add(tuple(config.values()))
         else:
             n_parts, config = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
+    assert len(compiled["pointer"]) <= 4 and len(compiled["specialized"]) <= 3 and len(compiled["parts"]) <= 3
     assert sum(map(len, compiled.values())) <= 8
 
 

@@ -1135,9 +1135,9 @@ def attention(
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 
-        Scores that are all -inf count as no key, where torch has NaN. Two defects are known, both of extreme numbers. A
-        query whose scores exceed 4e9 in magnitude may get NaN on Hopper in 16 bits, or count as one without a key. And
-        scores from 1e8 on leave the gradients, which stay finite, no digit.
+        Scores that are all -inf count as no key, where torch has NaN. Two defects are known, both of extreme numbers:
+        on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get infinity, NaN
+        or 0; and scores from 1e8 on leave the gradients no digit, and from 1e9 on they may be infinite.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 

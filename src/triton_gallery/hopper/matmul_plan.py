@@ -218,7 +218,7 @@ def _pointer_config(
     if K > 256 and n_tiles(64, 64) <= n_processors:
         row_bytes, num_stages = (128, 6) if K < 2048 else (256, 5)
         return config(64, 64, row_bytes, num_stages, 64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
-    block_n = 128 if N > 64 and not _fits_in_small_tiles(M, N, K, itemsize, n_matrices, device) else 64
+    block_n = 128 if N > 64 and not _fits_in_small_tiles(M, N, K, n_matrices, itemsize, device) else 64
     if K * itemsize <= 320:
         return config(64, block_n, 64, 6 if K > 64 else 3)
     # Each program has as many stages as shared memory has room for. A short K needs no more than three or four.
@@ -227,7 +227,7 @@ def _pointer_config(
     return config(64, block_n, 128, num_stages[programs])
 
 
-def _fits_in_small_tiles(M: int, N: int, K: int, itemsize: int, n_matrices: int, device: torch.device) -> bool:
+def _fits_in_small_tiles(M: int, N: int, K: int, n_matrices: int, itemsize: int, device: torch.device) -> bool:
     """Whether two tiles of 64 × 64 on each multiprocessor make up for a second round of tiles of 64 × 128."""
     n_processors, n_rows = num_multiprocessors(device), n_matrices * cdiv(M, 64)
     return K * itemsize <= 1024 and n_rows * cdiv(N, 128) > n_processors and n_rows * cdiv(N, 64) <= 2 * n_processors
@@ -242,7 +242,7 @@ def _parts_pay(M: int, N: int, K: int, itemsize: int, device: torch.device) -> b
     return max(whole_us / n_parts, least_us) + 5.5 < equal_us
 
 
-def _is_large(M: int, N: int, K: int, itemsize: int, n_matrices: int, device: torch.device) -> bool:
+def _is_large(M: int, N: int, K: int, n_matrices: int, itemsize: int, device: torch.device) -> bool:
     """Whether TMA and specialized warps, which take longer to start, are worth it."""
     n_processors = num_multiprocessors(device)
     n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
@@ -256,7 +256,7 @@ def _is_large(M: int, N: int, K: int, itemsize: int, n_matrices: int, device: to
     # Otherwise the pointer kernel is the quicker one as long as it can compute all tiles at once.
     if itemsize == 2 and K <= 768 and n_tiles <= n_processors:
         return False
-    if itemsize == 2 and _fits_in_small_tiles(M, N, K, itemsize, n_matrices, device):
+    if itemsize == 2 and _fits_in_small_tiles(M, N, K, n_matrices, itemsize, device):
         return False
     return n_matrices * cdiv(M, 64) * cdiv(N, 64) > n_processors
 
@@ -316,7 +316,7 @@ def multiply(
     tma, specialized = load("matmul"), load("matmul_specialized")
     wide = loads_are_wide(a) and loads_are_wide(b)
     if tma.supports(a, b, out, batch):
-        if _is_large(M, N, K, a.element_size(), n_matrices, a.device) or not wide:
+        if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or not wide:
             if specialized and n_matrices == 1 and a.dtype not in FLOAT8 and M >= _COPY_ROWS:
                 b = _aligned(b, SECTOR)
             (specialized or tma).multiply(a, b, bias, out, pre, activation, reduced, batch)

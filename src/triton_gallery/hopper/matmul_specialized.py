@@ -611,14 +611,16 @@ def multiply(
         BLOCK_M=BLOCK_M, BLOCK_K=block_k, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
         PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
     )  # fmt: skip
+    if n_parts > 1:
+        part_k = cdiv(K, n_parts * block_k) * block_k
+        n_parts = cdiv(K, part_k)
     n_tiles = n_matrices * n_parts * tiles_m * tiles_n
     n_programs = min(num_multiprocessors(a.device), n_tiles)
-    # Groups of about the same size, in which a round reads about as much of a as of b.
+    # Groups of about the same size, for the rows to be read while they are in L2.
     group_m = cdiv(tiles_m, max(1, round(tiles_m / (12 if block_n == 256 else 8))))
     divisors = tiles_m * tiles_n, group_m * tiles_n, group_m, tiles_m % group_m or group_m
     order = tiles_m, tiles_n, group_m, *map(_inverse, divisors)
     if n_parts > 1:
-        part_k = cdiv(K, n_parts * block_k) * block_k
         # Rows that begin at multiples of 16 bytes.
         parts = scratch((n_parts, M, cdiv(N, 4) * 4), torch.float32, out.device)[..., :N]
         launch(
