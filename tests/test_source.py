@@ -51,7 +51,7 @@ def digests(folder, module=MODULE, special="x = 1\n", benchmark="softmax-fp16"):
     (folder / "softmax.py").write_text(module)
     (folder / "hopper" / "softmax.py").write_text(special)
     (folder / "matmul.py").write_text(special)
-    _source.kernel_digests.cache_clear()
+    _source._operation_digests.cache_clear()
     return _source.kernel_digests(benchmark, folder)
 
 

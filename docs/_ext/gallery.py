@@ -203,7 +203,7 @@ def source_of(name: str, src: Path = SRC) -> str:
     """The source text of the definition with the dotted `name`, its decorators and the comments directly above."""
     path, qualified = _split(name, src)
     text = path.read_text(encoding="utf-8")
-    node = ast.parse(text)
+    node = _parsed(text)
     for part in qualified:
         node = next((child for child in _definitions(node) if part in _names(child)), None)
         if node is None:
@@ -214,6 +214,9 @@ def source_of(name: str, src: Path = SRC) -> str:
     while start > 0 and lines[start - 1].startswith(f"{indent}#"):
         start -= 1
     return textwrap.dedent("\n".join(lines[start : node.end_lineno]))
+
+
+_parsed = functools.cache(ast.parse)  # most of the time that a page takes would be this
 
 
 def _split(name: str, src: Path) -> tuple[Path, list[str]]:

@@ -11,19 +11,22 @@ import json
 from pathlib import Path
 
 
-@functools.cache
 def kernel_digests(benchmark: str, package: Path = Path(__file__).parent) -> dict[str, str]:
     """Of the operation that a benchmark measures: "kernels", with all constants, and "launch", what is around them.
 
     "layer-norm-fwd-fp16" measures ``layer_norm.py``, and what begins with ``layer_norm`` in folders like ``hopper/``.
     Where their kernels use other files of the package, there is a digest "imports" of what they take from those.
     """
-    stems = {path: path.stem.replace("_", "-") for path in sorted(package.glob("**/*.py"))}
-    operations = [stem for path, stem in stems.items() if path.parent == package and _begins(benchmark, stem)]
-    operation = max(operations, key=len, default=None)
+    operations = [_stem(path) for path in package.glob("*.py") if _begins(benchmark, _stem(path))]
+    return _operation_digests(max(operations, key=len, default=None), package)
+
+
+@functools.cache
+def _operation_digests(operation: str | None, package: Path) -> dict[str, str]:
     kernels, launch, imports = [], [], []
-    for path in (path for path, stem in stems.items() if operation and _begins(stem, operation)):
-        module = ast.parse(path.read_text(encoding="utf-8"))
+    paths = sorted(package.glob("**/*.py")) if operation else []
+    for path in (path for path in paths if _begins(_stem(path), operation)):
+        module = _parsed(path.read_text(encoding="utf-8"))
         definitions = _definitions(module)
         named = {name for name, nodes in definitions.items() if any(map(_is_kernel, nodes))}
         constants = {name for name, nodes in definitions.items() if all(map(_is_constant, nodes))}
@@ -47,7 +50,7 @@ def _imported(path: Path, module: ast.Module, definitions: dict[str, list[ast.st
             source = path.parents[node.level - 1].joinpath(*node.module.split(".")).with_suffix(".py")
             names = {alias.name for alias in node.names if (alias.asname or alias.name) in used}
             if names and source.exists():
-                other = ast.parse(source.read_text(encoding="utf-8"))
+                other = _parsed(source.read_text(encoding="utf-8"))
                 found = _definitions(other)
                 needed = _closure(found, names)
                 texts.append([node.module, _text(found, needed), *_imported(source, other, found, needed)])
@@ -56,9 +59,16 @@ def _imported(path: Path, module: ast.Module, definitions: dict[str, list[ast.st
 
 def function_digest(source: str, name: str) -> str | None:
     """The digest of a function, which may be defined inside another, and of all it names; None where there is none."""
-    definitions = _definitions(ast.parse(source))
+    definitions = _definitions(_parsed(source))
     holds = {key for key, nodes in definitions.items() if any(_defines(node, name) for node in nodes)}
     return _hash(_text(definitions, _closure(definitions, holds))) if holds else None
+
+
+_parsed = functools.cache(ast.parse)
+
+
+def _stem(path: Path) -> str:
+    return path.stem.replace("_", "-")
 
 
 def _begins(name: str, stem: str) -> bool:
