@@ -820,7 +820,7 @@ ladder
 # sequence is. That is far below the dashed line, and the three lines of PyTorch do not even get there: with 16384
 # positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
 #
-# The small kernel is slower than these lines, except at 8192 positions, where they fall to
+# The small kernel is hardly faster than these lines, except at 8192 positions, where they fall to
 # :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048 positions on its
 # own rate hardly changes. It saves the trips to memory, and with them the memory: this is what the formula is good for
 # by itself. But it depends on the cache in its place, and the smaller the tile, the more it asks of that, and the

@@ -6,6 +6,7 @@ compiler cannot share one. There the tensors become meta tensors, which have a s
 knows the name of a target stands in for the GPU's.
 """
 
+import contextlib
 import functools
 import html
 import io
@@ -130,11 +131,11 @@ class Report:
             known = ", ".join(f"{k.name} for {k.target}" for k in self.kernels)
             named = f"kernel {kernel}" if kernel else "kernel"
             raise ValueError(f"source: no {named} for {target}; the report has {known}")
-        kinds = [name for name in matches[0].asm if name != "cubin"]  # which is no text
-        try:
-            return matches[0].asm[kind if kind != "cubin" else None]
-        except KeyError:
-            raise ValueError(f"source: kind must be one of {', '.join(kinds)} or sass, got {kind}") from None
+        if kind != "cubin":  # which is no text
+            with contextlib.suppress(KeyError):
+                return matches[0].asm[kind]
+        kinds = ", ".join(name for name in matches[0].asm if name != "cubin")
+        raise ValueError(f"source: kind must be one of {kinds} or sass, got {kind}")
 
     def _table(self) -> list[list[str]]:
         """Header and rows as text, less the columns that are empty throughout."""

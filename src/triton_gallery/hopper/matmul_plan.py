@@ -11,7 +11,8 @@ Three things are decided here, from sizes, strides and alignment alone, so that 
   ones that do, if the product is not tiny. Of rows that begin in the middle of a sector of 32 bytes TMA copies 128
   bytes as five sectors, not four. In a large product b, of which tiles need more than of a, is copied for that, too.
 
-The rates below are what we measured on an H200, rounded; they only have to put the choices into the right order.
+The rates below are what we measured on an H200 or an H100, rounded; they only have to put the choices into the right
+order.
 """
 
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def _sum_parts_kernel(
     if PDL:
         gdc_wait()
     for first in range(0, n_parts, 8):
-        # Unrolled, so that loads need not wait for each other; a part that does not exist adds 0.
+        # Unrolled by eight; a part that does not exist adds 0.
         for i in tl.static_range(8):
             end = tl.where(first + i < n_parts, n_cols, 0)
             acc += tl.load(part_ptrs + i * part_stride, mask=mask & (cols < end), other=0.0)
@@ -238,6 +239,7 @@ def _parts_pay(M: int, N: int, K: int, itemsize: int, device: torch.device) -> b
     n_equal = max(_equal_parts(K, cdiv(M, 64) * cdiv(N, 64), device))
     n_parts = max(possible_parts(K, cdiv(M, 64) * cdiv(N, 128), device))
     whole_us, least_us = 64 * 64 * K * itemsize / 2 / _SMALL_PER_US, memory_us(M, N, K, itemsize)
+    # A second kernel costs 2.5 µs, and the start of TMA and of specialized warps three more.
     equal_us = max(whole_us / n_equal, least_us) + (2.5 if n_equal > 1 else 0)
     return max(whole_us / n_parts, least_us) + 5.5 < equal_us
 
