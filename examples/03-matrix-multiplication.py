@@ -667,7 +667,7 @@ for multiply in rungs.values():
 # What should we expect? A number on its way to the matrix unit passes two doors: from memory into the L2 cache, and
 # from there into a multiprocessor. At both we can count the operations per byte. At the second door the tile decides,
 # by the formula from the top of the page. At the first it is the strips that all running programs need together, and
-# for these we ask the kernel's own map once more. On each of its 132 multiprocessors an H200 runs ten of the small
+# for these we ask the kernel's own map once more. On each of its 132 multiprocessors an H100 runs ten of the small
 # programs at a time and two of the large ones; its registers have no room for another.
 
 
@@ -1210,13 +1210,14 @@ for n in (256, 512, 1024):
 # - in bfloat16 :measured:`matmul-bf16: triton_gallery / torch at 2048`,
 #   :measured:`matmul-bf16: triton_gallery / torch at 4096` and
 #   :measured:`matmul-bf16: triton_gallery / torch at 8192`
-# - in float8, up and down, :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 3072` at 3072³,
+# - in float8 :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 3072` at 3072³, the highest of these,
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096` at 4096³,
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 6144` at 6144³ and
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` at 8192³
 #
-# The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, so that no
-# median reaches it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
+# The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, so that
+# most medians stay below it; in bfloat16 both curves pass it at 4096³. In float8 it is the quicker product whose sums
+# have fewer bits, which neither curve uses.
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
@@ -1236,7 +1237,8 @@ for n in (256, 512, 1024):
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of
 # torch's rate, another case that a microsecond decides. From 2048 on :math:`K` is cut, and torch is ahead or about
-# even: we are at :measured:`matmul-long-fp16: triton_gallery / torch at 2048` there and at
+# even: we are at :measured:`matmul-long-fp16: triton_gallery / torch at 2048` there, at
+# :measured:`matmul-long-fp16: triton_gallery / torch at worst` at worst, and at
 # :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end. The parts go to memory in float32 and come
 # back, and up to 8192 the tiles are smaller than 128 × 128, so that fewer parts will do. What each of these costs we
 # have not measured.

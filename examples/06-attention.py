@@ -820,19 +820,21 @@ ladder
 # sequence is. That is far below the dashed line, and the three lines of PyTorch do not even get there: with 16384
 # positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
 #
-# The small kernel is hardly faster than these lines, except at 8192 positions, where they fall to
-# :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048 positions on its
-# own rate hardly changes. It saves the trips to memory, and with them the memory: this is what the formula is good for
-# by itself. But it depends on the cache in its place, and the smaller the tile, the more it asks of that, and the
+# The small kernel is a little faster than these lines up to 2048 positions, and about even at 16384. At 8192 they fall
+# to :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048 positions on
+# its own rate hardly changes. It saves the trips to memory, and with them the memory: this is what the formula is good
+# for by itself. But it depends on the cache in its place, and the smaller the tile, the more it asks of that, and the
 # smaller are the pieces that it hands to the matrix unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at
 # least, so tiles of 32 have to make do with an older one. And what happens once for a tile of keys, the maximum, the
 # rescaling, the wait for the next tile, happens for every 32 keys. Speed comes with the tile, above all: 64 queries are
 # :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
 # (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
-# The fourth version asks the cache for half as much and waits half as often, and still it is no faster: at 16384
-# positions it runs at :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` the third
-# one's rate. So fewer bytes from the cache do not help by themselves. Larger programs have a price, too. There is room
+# The fourth version asks the cache for half as much and waits half as often, and still it is not always faster. Its
+# rate over the third one's is :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 512` at 512
+# positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048 and
+# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes from the
+# cache are not enough by themselves. Larger programs have a price, too. There is room
 # for fewer stages, fewer programs share a multiprocessor, eight warps instead of four meet at every tile of keys, and
 # there is less other work to turn to.
 #
@@ -1313,10 +1315,11 @@ decode_report
 # :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` it is the nearest to a copy.
 #
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096`
-# cuDNN's rate. With 32 heads of keys we are about even, at
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768` with one sequence and at
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 16×32×4096` with sixteen. At the other shapes cuDNN is
-# ahead, by the most with 64 sequences of 2048 positions and shared heads: there we run at
+# cuDNN's rate. With one of 32768 we are about even, at
+# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×32768` with 8 heads of keys and at
+# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768` with 32, and so we are with sixteen sequences
+# and 32 heads of keys, at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 16×32×4096`. With more sequences
+# and shared heads cuDNN is ahead, by the most with 64 sequences of 2048 positions: there we run at
 # :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048`.
 
 # %%
@@ -1334,9 +1337,9 @@ points |= {f"backward, S = {S}": (5 * S / 8, backward[S]) for S in (512, 2048, 1
 tg.benchmark.roofline(report, points, title="Attention, head dimension 128, float16")
 
 # %%
-# All points are to the right of the ridge, where slope and flat part meet: the matrix unit sets the limit. With the
-# scores in memory they would be at 64 operations per byte at best, however long the sequence: on the slope, where the
-# roof itself is lower than what long sequences reach here.
+# The shortest forward pass stands at the ridge, where slope and flat part meet, and all other points are to the right
+# of it: there the matrix unit sets the limit. With the scores in memory they would be at 64 operations per byte at
+# best, however long the sequence: on the slope, where the roof itself is lower than what long sequences reach here.
 
 # %%
 # What the compiler made of it
@@ -1382,21 +1385,19 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions, tiles of 128: {(n + 1) / n - 1:5.1%} more work than what is credited")
 
 # %%
-# So every causal curve begins low, and the difference has all but vanished at 16384. (Smaller tiles along the diagonal,
-# which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against cuDNN, with
-# 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a
-# mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of
-# long and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`: some per cent are the run's own.) Short
-# sequences with head dimension 64 are about even: at worst
-# :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
+# So every causal curve begins low, and for ours the difference has all but vanished at 16384. (Smaller tiles along the
+# diagonal, which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against
+# cuDNN, with 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
+# 4096` without a mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
+# the schedule of long and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`: our rate is about the same there, and cuDNN's
+# is lower; why, we have not looked into.) Short sequences with head dimension 64 are about even, or a little behind at
+# 512 positions: at worst :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
 # :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`. The backward passes with a mask begin with
-# the longest tiles, and are at worst at
-# :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
-# :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about even
-# with cuDNN's, at worst at
-# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` and at
-# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst`.
+# the longest tiles, and are at worst at :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst`
+# with head dimension 128 and at :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64.
+# Without one they are about even with cuDNN's or ahead, at worst at :measured:`attention-bwd-d128-fp16: triton_gallery
+# / cuDNN at worst` and at :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst`.
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
@@ -1418,10 +1419,11 @@ for seq_len in (512, 1024, 4096, 16384):
 #
 # In the deterministic mode seven products take the place of five where the head dimension is 128. It reaches
 # :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 4096` the rate of the
-# default with 4096 positions, at worst
-# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at worst`, and with 4096
-# positions :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at 4096` the rate of cuDNN
-# in its default mode. The default stays what it is in torch: as fast as we can, with last bits of :math:`dQ` that may
+# default with 4096 positions, at worst :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
+# triton_gallery at worst`, and with 4096 positions :measured:`attention-bwd-deterministic-fp16: triton_gallery
+# deterministic / cuDNN at 4096` the rate of cuDNN in its default mode. With 512 positions it is the quicker one of our
+# two, at :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 512`; the
+# library does not look at the length. The default stays what it is in torch, with last bits of :math:`dQ` that may
 # vary. (The summary below has the ratios of this default to all others, also to the deterministic ones.)
 #
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
