@@ -255,6 +255,23 @@ def test_splits_of_strided_keys_with_a_negative_scale(device, monkeypatch):
     check(q, k.mT.contiguous().mT, v[:, :, ::2].repeat_interleave(2, 2), is_causal=True)
 
 
+@pytest.mark.parametrize("size", [1e3, 1e5, 2.0**40])
+def test_splits_of_large_scores_join_exactly(size, device, monkeypatch):
+    monkeypatch.setattr(module, "_num_splits", lambda *args: 3)
+    q, k = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 90, 16, device=device)
+    v = torch.randn(1, 1, 90, 16, device=device)
+    q[..., 0], k[..., 0], scale = 1, size, 0.3
+    # The scores of two keys in different splits differ by a little, and both are exact in float32.
+    step = max(1.0, size * 2.0**-23)
+    k[:, :, :, 0] -= 1000 * step
+    k[:, :, 5, 0], k[:, :, 80, 0] = size, size - step
+    out, lse = tg.attention(q, k, v, scale=scale, return_lse=True)
+    everything = torch.ones(1, 90, dtype=torch.bool, device=device)
+    exact, exact_lse = materialised(q.double(), k.double(), v.double(), everything, scale)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0)
+
+
 def test_few_queries_split_the_keys(device):
     n = module.num_multiprocessors(device)
     q, k = torch.empty(1, 8, 1, 64, device=device).half(), torch.empty(1, 2, 8192, 64, device=device).half()
@@ -696,9 +713,10 @@ def test_a_query_without_keys_passes_nothing_on(device):
 
 @pytest.mark.parametrize("size", [1e8, 1e10, 1e20, 1e30])
 def test_gradients_of_huge_scores_are_finite(size, device):
-    for u in torch.linspace(1, 2, 24).tolist():
+    # Two more, whose roundings fall together where products and sums are fused: a GPU's.
+    for score in (*(torch.linspace(1, 2, 24) * size).tolist(), 195900000.0, 12314999808.0):
         q, k, v = (torch.zeros(1, 1, 4, 8, device=device) for _ in "qkv")
-        q[..., 0], k[:, :, 3, 0] = 1, u * size
+        q[..., 0], k[:, :, 3, 0] = 1, score
         v.requires_grad_()
         out = tg.attention(q, k, v)
         (dv,) = torch.autograd.grad(out.sum(), [v])

@@ -356,7 +356,7 @@ def _attention_split_kernel(
 
     offsets = (batch_kv_head.to(tl.int64) * (group_size * seq_q) + lanes) * n_splits + split
     mask = lanes < group_size * seq_q
-    tl.store(split_max_ptr + offsets, row_max * scale_log2, mask=mask)
+    tl.store(split_max_ptr + offsets, row_max, mask=mask)
     tl.store(split_sum_ptr + offsets, row_sum, mask=mask)
     dims = tl.arange(0, BLOCK_DV)
     out_mask = mask[:, None] & (dims < HEAD_DIM_V)[None, :]
@@ -374,6 +374,7 @@ def _attention_join_kernel(
     n_heads,
     n_splits,
     out_strides,
+    scale: tl.float64,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -384,6 +385,7 @@ def _attention_join_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_DV)
+    scale_log2 = tl.full((), scale * 1.4426950408889634, tl.float32)
     row_max = tl.full((), -3.4028234663852886e38, tl.float32)
     row_sum = tl.zeros((), tl.float32)
     acc = tl.zeros((BLOCK_DV,), tl.float32)
@@ -395,8 +397,8 @@ def _attention_join_kernel(
         mask = (splits < n_splits)[:, None] & (dims < HEAD_DIM_V)[None, :]
         split_out = tl.load(split_out_ptr + offsets[:, None] * HEAD_DIM_V + dims[None, :], mask=mask, other=0.0)
         new_max = tl.maximum(row_max, tl.max(split_max, 0))
-        weights = tl.exp2(split_max - new_max)
-        rescale = tl.exp2(row_max - new_max)
+        weights = tl.exp2((split_max - new_max) * scale_log2)
+        rescale = tl.exp2((row_max - new_max) * scale_log2)
         row_sum = row_sum * rescale + tl.sum(split_sum * weights, 0)
         acc = acc * rescale + tl.sum(split_out * weights[:, None], 0)
         row_max = new_max
@@ -407,7 +409,8 @@ def _attention_join_kernel(
     batch = row // (n_heads * seq_q)
     out_offset = batch * out_strides[0] + row // seq_q % n_heads * out_strides[1] + row % seq_q * out_strides[2]
     tl.store(out_ptr + out_offset + dims * out_strides[3], out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
-    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * 0.6931471805599453))
+    lse = (row_max * scale_log2 + tl.log2(row_sum)) * 0.6931471805599453
+    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), lse))
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -453,10 +456,10 @@ def _attention_bwd_preprocess_kernel(
         delta = tl.where(empty, 0.0, delta - tl.load(dlse_ptr + offsets, mask=rows < seq_q, other=0.0))
     tl.store(delta_ptr + padded_offsets, delta)
     lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)
-    # Where float32 cannot tell it from its neighbours at a distance of 2, rounding it down would make a probability
-    # more than 1, and soon infinite.
-    UNIT: tl.constexpr = 2.220446049250313e-16 if STATS_DTYPE == tl.float64 else 1.1920928955078125e-07
-    lse_log2 += tl.where(tl.abs(lse_log2) * UNIT > 2, tl.abs(lse_log2) * UNIT, 0.0)
+    # Where float32 cannot tell it from its neighbours at a distance of 1, roundings up to here may have lowered it by
+    # more than a unit, which would make a probability more than 1, and soon infinite.
+    TWO_UNITS: tl.constexpr = 4.440892098500626e-16 if STATS_DTYPE == tl.float64 else 2.384185791015625e-07
+    lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 2, tl.abs(lse_log2) * TWO_UNITS, 0.0)
     tl.store(lse_log2_ptr + padded_offsets, lse_log2)
 
 
@@ -914,7 +917,7 @@ def _launch_splits(
     launch(
         _attention_join_kernel,
         (batch * n_heads * seq_q,),
-        split_out, split_max, split_sum, out, lse, seq_q, n_heads, n_splits, out.stride(),
+        split_out, split_max, split_sum, out, lse, seq_q, n_heads, n_splits, out.stride(), scale,
         HEAD_DIM_V=head_dim_v, BLOCK_DV=block_dv, BLOCK_SPLITS=16, num_warps=2, **pdl(q.device),
     )  # fmt: skip
 
@@ -1137,7 +1140,7 @@ def attention(
 
         Scores that are all -inf count as no key, where torch has NaN. Two defects are known, both of extreme numbers:
         on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get infinity, NaN
-        or 0; and scores from 1e8 on leave the gradients no digit, and from 1e9 on they may be infinite.
+        or 0; and scores from 1e8 on leave the gradients, which stay finite, no digit.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 

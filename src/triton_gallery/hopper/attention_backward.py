@@ -152,10 +152,11 @@ def _bwd_step(
         s = gl.where(keys[:, None] >= queries[None, :] + lower, s, float("-inf"))
     if not EVEN_KV:
         s = gl.where(keys[:, None] < seq_kv, s, float("-inf"))
-    p = gl.exp2(s * scale_log2 - lse[None, :])
     if not EVEN_Q:
-        # Past the end p is NaN for a key of NaN, which may be one that no query sees.
-        p = gl.where(lse[None, :] == float("inf"), 0.0, p)
+        # Past the end the score is NaN for a key of NaN, which may be one that no query sees. (Not p itself, of which
+        # Triton 3.6 makes products that wait for each other.)
+        s = gl.where(lse[None, :] == float("inf"), float("-inf"), s)
+    p = gl.exp2(s * scale_log2 - lse[None, :])
     delta = stats_smem.index(2 * stage + 1).load(COLS)
     dv_tokens = start_sums(p.to(dtype), dout, dv)
     dp = warpgroup_mma_wait(len(dv), deps=(dp_token,))
@@ -398,10 +399,10 @@ def _attention_bwd_hopper_prepare_kernel(
     # exp2(−inf) = 0. Nothing depends on their lse.
     empty = lse == float("-inf")
     lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
-    # Where float32 cannot tell it from its neighbours at a distance of 2, rounding it down would make a probability
-    # more than 1, and soon infinite.
-    UNIT: tl.constexpr = 1.1920928955078125e-07
-    lse_log2 += tl.where(tl.abs(lse_log2) * UNIT > 2, tl.abs(lse_log2) * UNIT, 0.0)
+    # Where float32 cannot tell it from its neighbours at a distance of 1, roundings up to here may have lowered it by
+    # more than a unit, which would make a probability more than 1, and soon infinite.
+    TWO_UNITS: tl.constexpr = 2.384185791015625e-07
+    lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 2, tl.abs(lse_log2) * TWO_UNITS, 0.0)
     stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)
     tl.store(stats_ptrs, lse_log2)
     delta = tl.sum(out * dout, axis=1)

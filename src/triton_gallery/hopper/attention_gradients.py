@@ -331,10 +331,11 @@ def _probabilities(
     mbarrier.arrive(q_empty.index(stage), count=1)
     if MASK:
         s = _mask(s, row, tile * 64, lower, upper)
-    p = gl.exp2(s * scale_log2 - lse[None, :])
     if not EVEN_Q:
-        # Past the end p is NaN for a key of NaN, which may be one that no query sees.
-        p = gl.where(lse[None, :] == float("inf"), 0.0, p)
+        # Past the end the score is NaN for a key of NaN, which may be one that no query sees. (Not p itself, of which
+        # Triton 3.6 makes products that wait for each other.)
+        s = gl.where(lse[None, :] == float("inf"), float("-inf"), s)
+    p = gl.exp2(s * scale_log2 - lse[None, :])
     mbarrier.wait(p_empty.index(step % 2), phase(step, 2) ^ 1)
     p_smem.index(step % 2).store(p)
     mbarrier.arrive(p_full.index(step % 2), count=1)
