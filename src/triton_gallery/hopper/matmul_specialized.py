@@ -75,14 +75,15 @@ def _num_tiles(rounds):
 
 
 @gluon.jit
-def _tile_and_share(i, rounds, n_consumers, steps):
+def _tile_and_share(i, rounds, steps, NUM_CONSUMERS: gl.constexpr):
     """The i-th of them; which of its consumers' rows are this program's; and from which step along K to which."""
     if rounds is None:
-        return gl.program_id(0), 0, n_consumers, 0, steps
+        return gl.program_id(0), 0, NUM_CONSUMERS, 0, steps
     else:
         n_rounds, _, n_sharing, per_tile, by_rows, share = rounds
         tile = i * gl.num_programs(0) + gl.program_id(0)
         first = 0
+        n_working = NUM_CONSUMERS
         begin = 0
         end = steps
         if i == n_rounds:
@@ -90,49 +91,58 @@ def _tile_and_share(i, rounds, n_consumers, steps):
             tile = i * gl.num_programs(0) + of_round
             if by_rows:
                 first = place
-                n_consumers = 1
+                n_working = 1
             else:
                 begin = place * share
                 end = gl.minimum(begin + share, steps)
-        return tile, first, n_consumers, begin, end
+        return tile, first, n_working, begin, end
+
+
+@gluon.jit
+def _copy(
+    a_desc, b_desc, a_smem, b_smem, full, stage, batch, row, col, k, n_working, a_step, b_step,
+    BLOCK_M: gl.constexpr, NUM_CONSUMERS: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of one step along K to a stage of the ring."""
+    all_bytes: gl.constexpr = NUM_CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    mbarrier.expect(full.index(stage), all_bytes, pred=n_working == NUM_CONSUMERS)
+    if NUM_CONSUMERS > 1:
+        mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=n_working == 1)
+    if B_TRANSPOSED:
+        async_load(b_desc, [batch * b_step, col, k], full.index(stage), b_smem.index(stage))
+    else:
+        async_load(b_desc, [batch * b_step, k, col], full.index(stage), b_smem.index(stage))
+    for c in gl.static_range(NUM_CONSUMERS):
+        a_tile = a_smem.index(stage * NUM_CONSUMERS + c)
+        if A_TRANSPOSED:
+            a_place = [batch * a_step, k, row + c * BLOCK_M]
+        else:
+            a_place = [batch * a_step, row + c * BLOCK_M, k]
+        async_load(a_desc, a_place, full.index(stage), a_tile, pred=c < n_working)
 
 
 @gluon.jit
 def _producer(
-    a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
+    a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, K, a_step, b_step, k_step,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Copies the tiles of a and b in the order in which the consumers want them."""
-    step = 0
+    """Copies the tiles of a and b in the order in which the consumers want them, but for the very first ones."""
+    step = 1
     steps = gl.cdiv(K, BLOCK_K)
     for i in range(_num_tiles(rounds)):
-        tile, first, n_working, begin, end = _tile_and_share(i, rounds, n_consumers, steps)
+        tile, first, n_working, begin, end = _tile_and_share(i, rounds, steps, NUM_CONSUMERS)
         batch, tile_m, tile_n = _tile(tile, order)
-        row = (tile_m * n_consumers + first) * BLOCK_M
+        row = (tile_m * NUM_CONSUMERS + first) * BLOCK_M
         col = tile_n * BLOCK_N
-        if i == 0:
-            # The kernel before this one has to be done: what it writes is read here, and what it reads is written only
-            # later.
-            gdc_wait()
+        begin += (i == 0).to(gl.int32)
         for k in range(batch * k_step + begin * BLOCK_K, batch * k_step + end * BLOCK_K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
-            for n in gl.static_range(1, NUM_CONSUMERS + 1):
-                mbarrier.expect(
-                    full.index(stage), n * a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=n_working == n
-                )
-            if B_TRANSPOSED:
-                async_load(b_desc, [batch * b_step, col, k], full.index(stage), b_smem.index(stage))
-            else:
-                async_load(b_desc, [batch * b_step, k, col], full.index(stage), b_smem.index(stage))
-            for c in gl.static_range(NUM_CONSUMERS):
-                if c < n_working:
-                    a_tile = a_smem.index(stage * NUM_CONSUMERS + c)
-                    if A_TRANSPOSED:
-                        async_load(a_desc, [batch * a_step, k, row + c * BLOCK_M], full.index(stage), a_tile)
-                    else:
-                        async_load(a_desc, [batch * a_step, row + c * BLOCK_M, k], full.index(stage), a_tile)
+            _copy(
+                a_desc, b_desc, a_smem, b_smem, full, stage, batch, row, col, k, n_working, a_step, b_step,
+                BLOCK_M, NUM_CONSUMERS, A_TRANSPOSED, B_TRANSPOSED,
+            )  # fmt: skip
             step += 1
 
 
@@ -234,7 +244,7 @@ def _finish(
 @gluon.jit
 def _consumer(
     bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-    order, rounds, n_consumers, M, N, K, stride_bias,
+    order, rounds, M, N, K, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
@@ -247,7 +257,7 @@ def _consumer(
     step = 0
     steps = gl.cdiv(K, BLOCK_K)
     for i in range(_num_tiles(rounds)):
-        tile, first, n_working, begin, end = _tile_and_share(i, rounds, n_consumers, steps)
+        tile, first, n_working, begin, end = _tile_and_share(i, rounds, steps, NUM_CONSUMERS)
         if CONSUMER >= n_working:
             # A consumer without work lets the stages pass.
             for _ in range(begin, end):
@@ -280,7 +290,7 @@ def _consumer(
                 step += 1
             # The last product is under way while this is computed.
             batch, tile_m, tile_n = _tile(tile, order)
-            row = (tile_m * n_consumers + first + CONSUMER) * BLOCK_M
+            row = (tile_m * NUM_CONSUMERS + first + CONSUMER) * BLOCK_M
             col = tile_n * BLOCK_N
             if not PARTIAL_SUMS:
                 acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -316,7 +326,7 @@ def _consumer(
 @gluon.jit
 def _tiles(
     a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds, M, N, K, a_step,
-    b_step, k_step, n_consumers, stride_bias,
+    b_step, k_step, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -338,7 +348,20 @@ def _tiles(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
+    mbarrier.init(full.index(0), count=1)
+    fence_async_shared()
+    tile, first, n_working, begin, _ = _tile_and_share(0, rounds, gl.cdiv(K, BLOCK_K), NUM_CONSUMERS)
+    batch, tile_m, tile_n = _tile(tile, order)
+    # The kernel before this one has to be done: what it writes is read here, and what it reads is written only later.
+    gdc_wait()
+    # The first copies are on their way while the other barriers are made and the warps part.
+    _copy(
+        a_desc, b_desc, a_smem, b_smem, full, 0, batch, (tile_m * NUM_CONSUMERS + first) * BLOCK_M, tile_n * BLOCK_N,
+        batch * k_step + begin * BLOCK_K, n_working, a_step, b_step,
+        BLOCK_M, NUM_CONSUMERS, A_TRANSPOSED, B_TRANSPOSED,
+    )  # fmt: skip
+    mbarrier.init(empty.index(0), count=NUM_CONSUMERS)
+    for stage in gl.static_range(1, STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=NUM_CONSUMERS)
     # A tuple kept in a variable would lose its constexprs, so the arguments are spelt out.
@@ -346,48 +369,48 @@ def _tiles(
     if NUM_CONSUMERS == 1:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
+                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, K, a_step, b_step, k_step,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
         ], [4], [REGISTERS])
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
+                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, K, a_step, b_step, k_step,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, n_consumers, K, a_step, b_step, k_step,
+                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, K, a_step, b_step, k_step,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, n_consumers, M, N, K, stride_bias,
+                empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
@@ -397,7 +420,7 @@ def _tiles(
 @gluon.jit(
     do_not_specialize=[
         "tiles_m", "tiles_n", "group_m", "per_matrix", "per_group", "per_column", "per_last_column", "n_rounds",
-        "n_last", "n_sharing", "per_tile", "by_rows", "share", "M", "N", "K", "a_step", "b_step", "n_consumers",
+        "n_last", "n_sharing", "per_tile", "by_rows", "share", "M", "N", "K", "a_step", "b_step",
     ]
 )  # fmt: skip
 def _matmul_specialized_kernel(
@@ -428,7 +451,6 @@ def _matmul_specialized_kernel(
     K,
     a_step,  # 1, or 0 where one a serves the whole batch
     b_step,
-    n_consumers,  # how many of NUM_CONSUMERS have work
     stride_bias,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -442,7 +464,7 @@ def _matmul_specialized_kernel(
     OUT_COLS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Program i owns tiles i, i + n_programs, ... of n_consumers * BLOCK_M rows: out = activation(a @ b + bias).
+    """Program i owns tiles i, i + n_programs, ... of NUM_CONSUMERS * BLOCK_M rows: out = activation(a @ b + bias).
 
     If the last round of tiles is not full, n_sharing programs compute each of them.
     """
@@ -450,7 +472,7 @@ def _matmul_specialized_kernel(
     rounds = n_rounds, n_last, n_sharing, per_tile, by_rows, share
     _tiles(
         a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds, M, N, K,
-        a_step, b_step, 0, n_consumers, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED,
+        a_step, b_step, 0, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED,
         B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
     )  # fmt: skip
 
@@ -491,24 +513,24 @@ def _matmul_parts_kernel(
     order = tiles_m, tiles_n, group_m, per_matrix, per_group, per_column, per_last_column
     _tiles(
         a_desc, b_desc, None, out_ptr, None, None, None, None, None, order, None, M, N, part_k, 0, 0, part_k,
-        NUM_CONSUMERS, 0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED, None,
-        PARTIAL_SUMS, 0, REGISTERS,
+        0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED, None, PARTIAL_SUMS, 0,
+        REGISTERS,
     )  # fmt: skip
 
 
-# Consumers with work, columns of a tile, consumers there are, stages, and the share of the first tile's rate that it
-# reaches. Tiles of 192 and of 128 rows share a compiled kernel, so that all numbers of rows make no more than three.
+# Consumers, columns of a tile, stages, and the share of the first tile's rate that it reaches. Of one number of columns
+# of b, all numbers of rows make no more than four compiled kernels.
 _TILES = (
-    (2, 256, 2, 4, 1.0),
-    (3, 128, 3, 5, 0.95),
-    (2, 128, 3, 5, 0.9),
-    (1, 128, 1, 8, 0.69),
+    (2, 256, 4, 1.0),
+    (3, 128, 5, 0.95),
+    (2, 128, 6, 0.9),
+    (1, 128, 8, 0.69),
 )
 # The same for parts of a product, which leave in float32, straight from the registers.
 _PART_TILES = (
-    (2, 256, 2, 4, 1.0),
-    (2, 128, 2, 6, 0.93),
-    (1, 128, 1, 8, 0.78),
+    (2, 256, 4, 1.0),
+    (2, 128, 6, 0.93),
+    (1, 128, 8, 0.78),
 )
 _PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
 _ALONE = {256: 0.72, 128: 0.57}  # the same share for one consumer's rows of a tile while the others rest, by columns
@@ -528,8 +550,8 @@ def _config(
     partial_sums: bool,
     whole_sectors: bool,
     device: torch.device,
-) -> tuple[int, int, bool, int, dict[str, int]]:
-    """The quickest: parts of K, sharing programs, whether by rows, consumers with work, and the tile."""
+) -> tuple[int, int, bool, dict[str, int]]:
+    """The quickest: parts of K, sharing programs, whether by rows, and the tile."""
     n_places = num_multiprocessors(device)
     least_us = memory_us(M, N, K, itemsize) if n_matrices == 1 else 0
 
@@ -554,14 +576,14 @@ def _config(
 
     def possible_sharing(tile):
         """Numbers of programs that may share a tile of the last round, and whether they divide its rows or K."""
-        n_consumers, _, all_consumers, *_ = tile
+        n_consumers = tile[0]
         n_last = n_tiles(tile) % n_places
         # Without a full round before it smaller tiles are quicker, or parts of K, which all multiprocessors add up.
         if n_last == 0 or n_tiles(tile) < n_places:
             return
         if 1 < n_consumers <= n_places // n_last:
             yield n_consumers, True
-        if all_consumers > 1 and n_matrices == 1:
+        if n_consumers > 1 and n_matrices == 1:
             # Eight steps for each on average, so that none is without any.
             for n_sharing in range(2, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * 128)) + 1):
                 yield n_sharing, False
@@ -573,12 +595,12 @@ def _config(
     if n_matrices == 1:
         for tile in _PART_TILES[partial_sums:]:
             choices += [(tile, n, 1, False) for n in possible_parts(K, n_tiles(tile), device) if n > 1]
-    (n_consumers, block_n, all_consumers, stages, _), n_parts, n_sharing, by_rows = min(choices, key=time)
-    return n_parts, n_sharing, by_rows, n_consumers, dict(
+    (n_consumers, block_n, stages, _), n_parts, n_sharing, by_rows = min(choices, key=time)
+    return n_parts, n_sharing, by_rows, dict(
         BLOCK_N=block_n,
-        NUM_CONSUMERS=all_consumers,
+        NUM_CONSUMERS=n_consumers,
         STAGES=stages,
-        REGISTERS=160 if all_consumers == 3 else 240,
+        REGISTERS=160 if n_consumers == 3 else 240,
     )  # fmt: skip
 
 
@@ -597,11 +619,11 @@ def multiply(
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     partial_sums = a.dtype in FLOAT8 and not reduced
     whole_sectors = all(row_bytes(x) % SECTOR == 0 for x in (a, b))
-    n_parts, n_sharing, by_rows, n_consumers, config = _config(
+    n_parts, n_sharing, by_rows, config = _config(
         M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device
     )
     block_k, block_n = 128 // a.element_size(), config["BLOCK_N"]
-    tiles_m, tiles_n = cdiv(M, BLOCK_M * n_consumers), cdiv(N, block_n)
+    tiles_m, tiles_n = cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]), cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
     descriptors = (
         descriptor(matrices(a, n_matrices, a_stride), [1, block_k, BLOCK_M] if a_transposed else [1, BLOCK_M, block_k]),
@@ -651,7 +673,7 @@ def multiply(
         _matmul_specialized_kernel, (n_programs,),
         *descriptors, bias, out, pre, sums, mail, out_desc, pre_desc, *order,
         n_tiles // n_programs, n_tiles % n_programs * n_sharing, n_sharing, _inverse(n_sharing), int(by_rows),
-        cdiv(cdiv(K, block_k), n_sharing), M, N, K, int(a_stride > 0), int(b_stride > 0), n_consumers,
+        cdiv(cdiv(K, block_k), n_sharing), M, N, K, int(a_stride > 0), int(b_stride > 0),
         0 if bias is None else bias.stride(0),
         OUT_COLS=out_cols, ACTIVATION=activation, **config,
     )  # fmt: skip
