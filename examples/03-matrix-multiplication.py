@@ -1170,7 +1170,7 @@ for n in (256, 512, 1024):
 
 # %%
 # That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave 2.7 at 256³ for
-# ours and 3.0 for torch's on an H100, at 512³ 3.7 and 4.0, and at 1024³ 6.9 and 6.2. (No record holds these.) The
+# ours and 3.0 for torch's on an H100, at 512³ 3.7 and 4.0, and at 1024³ 6.6 and 6.3. (No record holds these.) The
 # library's tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 2048, as at 512³. Each then
 # reads little, and our rate there is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step
 # goes along :math:`K` matters, too: the first product waits for the first step to arrive. With steps of 64 numbers in
@@ -1178,29 +1178,31 @@ for n in (256, 512, 1024):
 # record holds these either.)
 #
 # And where does the time inside of a kernel go? We let the fifth rung write down the cycle counter of its
-# multiprocessor, at 1024³ on an H100. After 940 cycles the barriers are there, at 1900 the first copy starts, and at
-# 4000 its tile has come from memory. Sixteen steps along :math:`K` take 5000 cycles, and at 9900 the result has left.
-# Half is not multiplying. It used to be more: to find its tile, a program made four divisions, and its first copy
-# started 500 cycles later; others came behind every tile, while the matrix unit waited. Now the host passes an inverse
-# of each divisor, a multiplication takes the place of the division, and behind a tile it is done while the last product
-# is under way. (None of this stands in a record. Since we counted, a program looks for its first tile before it waits
-# for the kernel ahead of it, and no longer after.)
+# multiprocessor, at 1024³ on an H100. After 940 cycles the barriers were there, at 1900 the first copy started, and at
+# 4000 its tile had come from memory. Sixteen steps along :math:`K` took 5000 cycles, and at 9900 the result had left.
+# Half was not multiplying. Before that it had been more: to find its tile, a program made four divisions, and its first
+# copy started 500 cycles later; others came behind every tile, while the matrix unit waited. Now the host passes an
+# inverse of each divisor, a multiplication takes the place of the division, and behind a tile it is done while the last
+# product is under way. Since we counted, a program looks for its first tile before it waits for the kernel ahead of it,
+# and starts its first copies as soon as one barrier is there: the others are made, and the warps part, while the copies
+# are under way. On an H100 that took 0.3 µs from most of the products of up to 25 µs that we tried. (None of this
+# stands in a record.)
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
-# in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128,
-# and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³ there would be 144 tiles of
-# 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle, and we are at
+# in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, and
+# our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³ there would be 144 tiles of 128 ×
+# 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle, and we are at
 # :measured:`matmul-fp16: triton_gallery / torch at 1536`. (To share the 12 would take longer, it reckons.) At 1024³ one
-# round needs small tiles of 64 × 128, and we are at
-# :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at
-# :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
+# round needs small tiles of 64 × 128; still we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in
+# float16 and at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of clusters of two multiprocessors. We tried both. Triton's shapes are powers of two, so 96 columns are two
 # products, of 64 and of 32, and that lost again nearly all that the better number of tiles had gained. With 160
 # columns, as 128 and 32, it took a twentieth less time on an H100, for one more kernel to compile. In a cluster, one
 # copy brings a tile to both multiprocessors (Gluon has that since Triton 3.9). Of the sizes that we tried, products
-# from 6144³ on gained a little, and small ones lost more. (None of this stands in a record.)
+# from 6144³ on gained a little, and small ones lost more, some 1.2 µs. Where few multiprocessors read much it gained
+# most: 4528 × 672 × 12752, with its 108 tiles, took a seventh less time. (None of this stands in a record.)
 #
 # Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
 #
@@ -1215,14 +1217,13 @@ for n in (256, 512, 1024):
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 6144` at 6144³ and
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` at 8192³
 #
-# The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, so that
-# most medians stay below it; in bfloat16 both curves pass it at 4096³. In float8 it is the quicker product whose sums
-# have fewer bits, which neither curve uses.
+# The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and most
+# medians stay below it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
 # at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. At 1024³ it is :measured:`matmul-fp32:
-# triton_gallery / torch at 1024`. Below that there are few tiles, and we gain little or lose: we are at
+# triton_gallery / torch at 1024`. Below that there are few tiles, and we gain less or lose: we are at
 # :measured:`matmul-fp32: triton_gallery / torch at 768` at 768³ and at :measured:`matmul-fp32: triton_gallery / torch
 # at 512` at 512³.
 #
@@ -1230,18 +1231,17 @@ for n in (256, 512, 1024):
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
-# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 or 1024 rows, where arithmetic counts. One row
+# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic counts. One row
 # reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a
 # large copy. From two rows on there is also the sum of the parts, and it is
 # :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of
 # torch's rate, another case that a microsecond decides. From 2048 on :math:`K` is cut, and torch is ahead or about
-# even: we are at :measured:`matmul-long-fp16: triton_gallery / torch at 2048` there, at
-# :measured:`matmul-long-fp16: triton_gallery / torch at worst` at worst, and at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end. The parts go to memory in float32 and come
-# back, and up to 8192 the tiles are smaller than 128 × 128, so that fewer parts will do. What each of these costs we
-# have not measured.
+# even: we are at :measured:`matmul-long-fp16: triton_gallery / torch at 2048` there, at :measured:`matmul-long-fp16:
+# triton_gallery / torch at 4096` at 4096, and at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the
+# end. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 × 128, so that
+# fewer parts will do. What each of these costs we have not measured.
 #
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
@@ -1265,12 +1265,12 @@ for n in (256, 512, 1024):
 # a matrix has 9 rows of tiles, and a long :math:`K` that was not cut because no number divided it. The third rung's
 # parts are equal, multiples of 16 and at least 768 long: 16 × 32 × 15104 has room for 19, and of 944, its number of
 # sixteens, 16 is the largest divisor below that. Where equal parts are too few, as for 2128 × 112 × 4432, the library
-# now takes the fifth rung, whose parts may begin anywhere. The lowest that are left have tiles for a part of the GPU
-# and much to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one are
-# empty. With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than
-# torch in all that were drawn, as the last line above says. For one of them, 1040 × 944 × 352, cuBLAS's kernel has 119
-# tiles of 64 × 136, one round, where most multiprocessors get two of our 64 × 64; the others we have not looked into.
-# (No record holds that.)
+# now takes the fifth rung, whose parts may begin anywhere. Most of the lowest that are left have tiles for a part of
+# the GPU and much to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one
+# are empty. With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than
+# torch in most that were drawn, and ahead in none by much; the last line above has the range. For one of them, 1040 ×
+# 944 × 352, cuBLAS's kernel has 119 tiles of 64 × 136, one round, where most multiprocessors get two of our 64 × 64;
+# the others we have not looked into. (No record holds that.)
 
 # %%
 # Break it: forget the short group

@@ -326,8 +326,8 @@ plt.show()
 
 # %%
 # And this is the kernel. The argument list is long, since there are four tensors of four strides each. The loop in the
-# middle is the loop from above. Only `s` is still without :math:`\sigma`, and maxima and logsumexps are exponents of 2
-# instead of :math:`e`.
+# middle is the loop from above. Only `s` and its maxima are still without :math:`\sigma`, and the exponentials are
+# powers of 2 instead of :math:`e`.
 
 # quote: triton_gallery.attention._attention_fwd_kernel
 
@@ -820,7 +820,7 @@ ladder
 # sequence is. That is far below the dashed line, and the three lines of PyTorch do not even get there: with 16384
 # positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
 #
-# The small kernel is a little faster than these lines up to 2048 positions, and about even at 16384. At 8192 they fall
+# The small kernel is somewhat faster than these lines up to 2048 positions, and about even at 16384. At 8192 they fall
 # to :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048 positions on
 # its own rate hardly changes. It saves the trips to memory, and with them the memory: this is what the formula is good
 # for by itself. But it depends on the cache in its place, and the smaller the tile, the more it asks of that, and the
@@ -1374,8 +1374,8 @@ print(decode_report.summary())
 # %%
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
 # curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
-# and its division and store at the end, which a short walk along the keys pays for more often. Towards 16384 positions
-# some of the curves fall again, cuDNN's forward, too; the cause we have not measured.
+# and its division and store at the end, which a short walk along the keys pays for more often. From 8192 positions on
+# some of the curves are lower again, cuDNN's forward, too; the cause we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count:
@@ -1385,19 +1385,21 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions, tiles of 128: {(n + 1) / n - 1:5.1%} more work than what is credited")
 
 # %%
-# So every causal curve begins low, and for ours the difference has all but vanished at 16384. (Smaller tiles along the
+# So every causal curve begins low, and for ours little of the difference is left at 16384. (Smaller tiles along the
 # diagonal, which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against
 # cuDNN, with 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 # 4096` without a mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
 # the schedule of long and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`: our rate is about the same there, and cuDNN's
-# is lower; why, we have not looked into.) Short sequences with head dimension 64 are about even, or a little behind at
-# 512 positions: at worst :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
-# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`. The backward passes with a mask begin with
-# the longest tiles, and are at worst at :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst`
-# with head dimension 128 and at :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64.
-# Without one they are about even with cuDNN's or ahead, at worst at :measured:`attention-bwd-d128-fp16: triton_gallery
-# / cuDNN at worst` and at :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst`.
+# is lower; why, we have not looked into.) Short sequences with head dimension 64, and with a mask those of up to 4096
+# positions, are about even, or a little behind at 512 positions: at worst :measured:`attention-fwd-d64-fp16:
+# triton_gallery / cuDNN at worst` and, with a mask, :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at
+# worst`. The backward passes with a mask begin with the longest tiles, and are at worst at
+# :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
+# :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about even
+# with cuDNN's or ahead with head dimension 128, at worst at :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN
+# at worst`. With 64 they are ahead but for lengths in the middle, where they are a little behind, at worst at
+# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst`.
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
@@ -1421,10 +1423,12 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 4096` the rate of the
 # default with 4096 positions, at worst :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
 # triton_gallery at worst`, and with 4096 positions :measured:`attention-bwd-deterministic-fp16: triton_gallery
-# deterministic / cuDNN at 4096` the rate of cuDNN in its default mode. With 512 positions it is the quicker one of our
-# two, at :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at 512`; the
-# library does not look at the length. The default stays what it is in torch, with last bits of :math:`dQ` that may
-# vary. (The summary below has the ratios of this default to all others, also to the deterministic ones.)
+# deterministic / cuDNN at 4096` the rate of cuDNN in its default mode, at worst
+# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions it is
+# the quicker one of our two, at :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
+# triton_gallery at 512`; the library does not look at the length. The default stays what it is in torch, with last bits
+# of :math:`dQ` that may vary. (The summary below has the ratios of this default to all others, also to the
+# deterministic ones.)
 #
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
 # FlexAttention's rate.

@@ -399,8 +399,8 @@ def _attention_bwd_hopper_prepare_kernel(
     # exp2(−inf) = 0. Nothing depends on their lse.
     empty = lse == float("-inf")
     lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
-    # Where float32 cannot tell it from its neighbours at a distance of 1, roundings up to here may have lowered it by
-    # more than a unit, which would make a probability more than 1, and soon infinite.
+    # Where its neighbours are a distance of 1 or more away, roundings up to here may have lowered it by more than a
+    # unit, which would make a probability more than 1, and soon infinite.
     TWO_UNITS: tl.constexpr = 2.384185791015625e-07
     lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 2, tl.abs(lse_log2) * TWO_UNITS, 0.0)
     stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)
