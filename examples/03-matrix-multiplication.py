@@ -1204,6 +1204,28 @@ for n in (256, 512, 1024):
 # from 6144³ on gained a little, and small ones lost more, some 1.2 µs. Where few multiprocessors read much it gained
 # most: 4528 × 672 × 12752, with its 108 tiles, took a seventh less time. (None of this stands in a record.)
 #
+# Small tiles have one more trouble, and no cluster helps against it: shared memory. Hopper's matrix unit multiplies 64
+# rows at a time, and for each 64 rows it reads their numbers of :math:`A` and all of the tile's numbers of :math:`B`
+# from there, where a copy has written them before. Shared memory moves 128 bytes in a cycle. Let us count the cycles of
+# a step of 64 numbers along :math:`K`:
+
+
+def cycles_of_a_step(rows, cols, step=64):  # of 16-bit numbers
+    products = rows * cols * step / 2048
+    bytes_read = rows // 64 * (64 + cols) * step * 2
+    bytes_written = (rows + cols) * step * 2
+    return products, (bytes_read + bytes_written) / 128
+
+
+for tile in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
+    print("{} × {}: matrix unit {:.0f} cycles, shared memory {:.0f}".format(*tile, *cycles_of_a_step(*tile)))
+
+# %%
+# Only with the largest tile does shared memory keep up, just so; of the others it decides the rate. That is a count and
+# no measurement. But it agrees with what we saw of clusters: at 1536³ two multiprocessors with tiles of 192 × 128 asked
+# L2 for a fifth less than before, and but for the later start the time stayed what it was. So a product with few tiles
+# has to choose between idle multiprocessors and slow ones, and it is the finer choice that cuBLAS has.
+#
 # Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
 #
 # - in float16 :measured:`matmul-fp16: triton_gallery / torch at 2048` at 2048³,
