@@ -153,8 +153,8 @@ def _bwd_step(
     if not EVEN_KV:
         s = gl.where(keys[:, None] < seq_kv, s, float("-inf"))
     if not EVEN_Q:
-        # Past the end the score is NaN for a key of NaN, which may be one that no query sees. (Not p itself, of which
-        # Triton 3.6 makes products that wait for each other.)
+        # Past the end the score is NaN for a key of NaN, which may be one that no query sees. (The choice is on s: with
+        # one on p, Triton 3.6 waits for each product before it starts the next.)
         s = gl.where(lse[None, :] == float("inf"), float("-inf"), s)
     p = gl.exp2(s * scale_log2 - lse[None, :])
     delta = stats_smem.index(2 * stage + 1).load(COLS)
@@ -399,8 +399,8 @@ def _attention_bwd_hopper_prepare_kernel(
     # exp2(−inf) = 0. Nothing depends on their lse.
     empty = lse == float("-inf")
     lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
-    # Where its neighbours are a distance of 1 or more away, roundings up to here may have lowered it by more than a
-    # unit, which would make a probability more than 1, and soon infinite.
+    # Where numbers of its size lie 1 or more apart, its roundings may have lowered it by more than such a step, which
+    # would make a probability more than 1, and soon infinite. (The main kernel's scores have roundings of their own.)
     TWO_UNITS: tl.constexpr = 2.384185791015625e-07
     lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 2, tl.abs(lse_log2) * TWO_UNITS, 0.0)
     stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)

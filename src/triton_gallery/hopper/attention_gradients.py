@@ -332,8 +332,8 @@ def _probabilities(
     if MASK:
         s = _mask(s, row, tile * 64, lower, upper)
     if not EVEN_Q:
-        # Past the end the score is NaN for a key of NaN, which may be one that no query sees. (Not p itself, of which
-        # Triton 3.6 makes products that wait for each other.)
+        # Past the end the score is NaN for a key of NaN, which may be one that no query sees. (The choice is on s: with
+        # one on p, Triton 3.6 waits for each product before it starts the next.)
         s = gl.where(lse[None, :] == float("inf"), float("-inf"), s)
     p = gl.exp2(s * scale_log2 - lse[None, :])
     mbarrier.wait(p_empty.index(step % 2), phase(step, 2) ^ 1)

@@ -128,6 +128,7 @@ def _producer(
     STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Copies the tiles of a and b in the order in which the consumers want them, but for the very first ones."""
+    # A program's first tile is a whole one, of one step at least: there is a full round. `_tiles` has copied that step.
     step = 1
     steps = gl.cdiv(K, BLOCK_K)
     for i in range(_num_tiles(rounds)):
@@ -349,6 +350,7 @@ def _tiles(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(full.index(0), count=1)
+    # The copies, which begin at once, have to find the barrier ready.
     fence_async_shared()
     tile, first, n_working, begin, _ = _tile_and_share(0, rounds, gl.cdiv(K, BLOCK_K), NUM_CONSUMERS)
     batch, tile_m, tile_n = _tile(tile, order)
