@@ -1207,7 +1207,7 @@ for n in (256, 512, 1024):
 # Small tiles have one more trouble, and no cluster helps against it: shared memory. Hopper's matrix unit multiplies 64
 # rows at a time, and for each 64 rows it reads their numbers of :math:`A` and all of the tile's numbers of :math:`B`
 # from there, where a copy has written them before. Shared memory moves 128 bytes in a cycle. Let us count the cycles of
-# a step of 64 numbers along :math:`K`:
+# a step of 64 numbers along :math:`K`, for the matrix unit and for shared memory:
 
 
 def cycles_of_a_step(rows, cols, step=64):  # of 16-bit numbers
@@ -1217,8 +1217,9 @@ def cycles_of_a_step(rows, cols, step=64):  # of 16-bit numbers
     return products, (bytes_read + bytes_written) / 128
 
 
-for tile in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
-    print("{} × {}: matrix unit {:.0f} cycles, shared memory {:.0f}".format(*tile, *cycles_of_a_step(*tile)))
+for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
+    products, moves = cycles_of_a_step(rows, cols)
+    print(f"{rows} × {cols}: {products:.0f} to multiply, {moves:.0f} to move")
 
 # %%
 # Only with the largest tile does shared memory keep up, just so; of the others it decides the rate. That is a count and
