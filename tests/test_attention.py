@@ -727,6 +727,19 @@ def test_gradients_of_huge_products_of_two_numbers_are_finite(scores, device):
         assert dv.isfinite().all() and (dv <= 4.0001).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1e6, 8e6, 1.1e7])
+def test_gradients_of_large_products_of_two_numbers_keep_their_size(size, dtype, device):
+    # Each query sees one key, so its probability is 1. That numbers of this size lie 1 apart may cost two bits.
+    n, scale = 8, size / 2000
+    q, k, v = (torch.zeros(1, 1, rows, 64, device=device, dtype=dtype) for rows in (n, 1, 1))
+    q[0, 0, :, 0], k[..., 0] = torch.linspace(1250, 2000, n).round(), 1
+    q, v = q.transpose(1, 2).reshape(n, 1, 1, 64), v.expand(n, 1, 1, 64).clone().requires_grad_()
+    out = tg.attention(q, k.expand(n, 1, 1, 64), v, scale=scale)
+    (dv,) = torch.autograd.grad(out.sum(), [v])
+    assert (dv >= 0.25).all() and (dv <= 4).all()
+
+
 @pytest.mark.parametrize("head_dim", [8, 16, 64, 128])
 def test_one_key_takes_all(head_dim, device):
     q, k, v = inputs((1, 1, 40, head_dim), (1, 1, 100, head_dim), torch.float32, device)

@@ -456,10 +456,10 @@ def _attention_bwd_preprocess_kernel(
         delta = tl.where(empty, 0.0, delta - tl.load(dlse_ptr + offsets, mask=rows < seq_q, other=0.0))
     tl.store(delta_ptr + padded_offsets, delta)
     lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)
-    # Where numbers of its size lie 1 or more apart, its roundings may have lowered it by more than such a step, which
+    # Where numbers of its size lie 2 or more apart, its roundings may have lowered it by more than such a step, which
     # would make a probability more than 1, and soon infinite. (The main kernel's scores have roundings of their own.)
     TWO_UNITS: tl.constexpr = 4.440892098500626e-16 if STATS_DTYPE == tl.float64 else 2.384185791015625e-07
-    lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 2, tl.abs(lse_log2) * TWO_UNITS, 0.0)
+    lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 4, tl.abs(lse_log2) * TWO_UNITS, 0.0)
     tl.store(lse_log2_ptr + padded_offsets, lse_log2)
 
 
@@ -1140,7 +1140,7 @@ def attention(
 
         Scores that are all -inf count as no key, where torch has NaN. Two defects are known, both of extreme numbers:
         on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get infinity, NaN
-        or 0; and scores from 1e6 on leave the gradients no digit: from 6e6 on they are mostly too small, and from 1e9
+        or 0; and scores from 1e6 on leave the gradients no digit: from 1e7 on they are mostly too small, and from 1e9
         on they may be infinite.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.

@@ -399,10 +399,10 @@ def _attention_bwd_hopper_prepare_kernel(
     # exp2(−inf) = 0. Nothing depends on their lse.
     empty = lse == float("-inf")
     lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
-    # Where numbers of its size lie 1 or more apart, its roundings may have lowered it by more than such a step, which
+    # Where numbers of its size lie 2 or more apart, its roundings may have lowered it by more than such a step, which
     # would make a probability more than 1, and soon infinite. (The main kernel's scores have roundings of their own.)
     TWO_UNITS: tl.constexpr = 2.384185791015625e-07
-    lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 2, tl.abs(lse_log2) * TWO_UNITS, 0.0)
+    lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 4, tl.abs(lse_log2) * TWO_UNITS, 0.0)
     stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)
     tl.store(stats_ptrs, lse_log2)
     delta = tl.sum(out * dout, axis=1)
