@@ -259,7 +259,7 @@ def test_configs_are_few():
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("N", [16, 64, 128, 256, 512, 1024, 1536, 4096, 6144, 11008, 14336, 32000])
 def test_plans_on_hopper_are_few(N, K):
-    """Whatever the number of rows, nine compilations of all kernels together."""
+    """Whatever the number of rows, ten compilations of all kernels together."""
     meta = torch.device("meta")
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     compiled = {"pointer": set(), "specialized": set(), "parts": set()}
@@ -270,8 +270,8 @@ def test_plans_on_hopper_are_few(N, K):
         else:
             n_parts, config = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
-    assert len(compiled["pointer"]) <= 4 and len(compiled["specialized"]) <= 4 and len(compiled["parts"]) <= 3
-    assert sum(map(len, compiled.values())) <= 9
+    assert len(compiled["pointer"]) <= 5 and len(compiled["specialized"]) <= 4 and len(compiled["parts"]) <= 3
+    assert sum(map(len, compiled.values())) <= 10
 
 
 @pytest.mark.parametrize("K", [1, 17, 130, 2000, 4097, 8200, 16400])

@@ -32,6 +32,7 @@ _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64
 _SUM_US = 1.5  # to start a second kernel
 _MAX_PARTS = 32
+_SHARED_BYTES = 176 * 1024  # what the stages of a program may take of shared memory
 _PART_K = 768  # what a part of K has at least
 _COPY_ROWS = 1536  # so many rows of a make up for a copy of b
 SECTOR = 32  # bytes that the caches move at once
@@ -187,7 +188,7 @@ def _pointer_config(
     def n_tiles(block_m, block_n):
         return n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
 
-    def config(block_m, block_n, row_bytes, num_stages, tile_us=None):
+    def config(block_m, block_n, row_bytes, num_stages=None, tile_us=None):
         tiles, n_parts = n_tiles(block_m, block_n), 1
         if tile_us is not None and n_matrices == 1:
             # Of whole tiles, so that not every number of rows decides anew.
@@ -197,28 +198,31 @@ def _pointer_config(
             n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, rows * cols, device, least_us))
         # The matrix unit takes 32 bytes of each row at a time.
         block_k = max(32 // itemsize, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
+        # As many stages as shared memory has room for, if all programs run at once.
+        num_stages = num_stages or min(8, _SHARED_BYTES // ((block_m + block_n) * row_bytes))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
         return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
 
-    if N <= 16 or (M <= 16 and N > 64):
+    # Many short steps along K start a program sooner than few long ones, and of a long K they cost more.
+    row_bytes = 128 if K < 2048 else 256
+    if min(M, N) <= 16:
         # Reading the other matrix is the whole cost. One program has as much of it on its way as shared memory holds.
-        n_strips = n_matrices * cdiv(max(M, N), 64)
-        if n_strips > n_processors:
-            width, row_bytes, num_stages = 128, 256, 4
-        elif N <= 16 and K * itemsize <= 2048:
-            width, row_bytes, num_stages = 64, 256, 5
+        n_strips = {width: n_matrices * cdiv(max(M, N), width) for width in (32, 64)}
+        if n_strips[64] > n_processors:
+            width, row_bytes = 128, 256
+        elif K >= 8192 and N > 16:
+            width, row_bytes = 64, 512
         else:
-            width, row_bytes, num_stages = 64, 512, 4
+            # The narrower the sooner done; but of a long matrix the matrix unit takes 64 rows at once.
+            width = 32 if N > 16 and n_strips[32] <= n_processors else 64
         blocks = (width, 16) if N <= 16 else (16, width)
-        return config(*blocks, row_bytes, num_stages, width * K * itemsize / _THIN_BYTES_PER_US)
+        return config(*blocks, row_bytes, tile_us=width * K * itemsize / _THIN_BYTES_PER_US)
     # Where all tiles run at once, the smallest are the quickest: each reads the least. Of a long K they would read the
-    # most together; a short one is soon read by larger tiles, too. Many short steps along K start a program sooner than
-    # few long ones, and of a long K they cost more.
-    if K < 2048 and n_tiles(64, 32) <= n_processors:
-        return config(64, 32, 128, 6) if K * itemsize <= 1024 else config(64, 32, 256, 5)
+    # most together; a short one is soon read by larger tiles, too.
+    if K < (8192 if min(M, N) <= 64 else 4096) and n_tiles(64, 32) <= n_processors:
+        return config(64, 32, row_bytes, tile_us=64 * 32 * K * itemsize / 2 / _SMALL_PER_US)
     if K > 256 and n_tiles(64, 64) <= n_processors:
-        row_bytes, num_stages = (128, 6) if K < 2048 else (256, 5)
-        return config(64, 64, row_bytes, num_stages, 64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
+        return config(64, 64, row_bytes, tile_us=64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
     block_n = 128 if N > 64 and not _fits_in_small_tiles(M, N, K, n_matrices, itemsize, device) else 64
     if K * itemsize <= 320:
         return config(64, block_n, 64, 6 if K > 64 else 3)
@@ -255,9 +259,7 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, itemsize: int, device: to
         return False
     if n_matrices == 1 and _parts_pay(M, N, K, itemsize, device):
         return True
-    # Otherwise the pointer kernel is the quicker one as long as it can compute all tiles at once.
-    if itemsize == 2 and K <= 768 and n_tiles <= n_processors:
-        return False
+    # Otherwise the pointer kernel is the quicker one as long as it can compute all its tiles at once.
     if itemsize == 2 and _fits_in_small_tiles(M, N, K, n_matrices, itemsize, device):
         return False
     return n_matrices * cdiv(M, 64) * cdiv(N, 64) > n_processors
