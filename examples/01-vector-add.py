@@ -311,7 +311,7 @@ report
 # .. math:: \text{rate} = \frac{\text{bytes under way}}{\text{time of one trip}}
 #
 # A trip to memory takes hundreds of clock cycles, however little it brings. In that time the memory of an H200 could
-# deliver a few MiB. A kernel that wants all of the bandwidth has to keep as much under way, at all times.
+# deliver about 2 MiB. A kernel that wants all of the bandwidth has to keep as much under way, at all times.
 #
 # - *One program, one block*: the first kernel of this page, with a block as long as the vector. The block has to fit
 #   into registers. Each of the program's 128 threads has at most 255 of them: room for 8192 numbers of `x` and as many
@@ -374,7 +374,7 @@ for name, (programs, block_size) in at_once.items():
     print(f"{name:31}{programs:4} × {block_size:4} × 2 × 4 bytes = {under_way:6.0f} KiB")
 
 # %%
-# Only the last line comes to a few MiB, and more. Two versions cannot follow to the end of the sweep: a block ends
+# Only the last line comes to 2 MiB, and more. Two versions cannot follow to the end of the sweep: a block ends
 # where registers do, and the loop, at :math:`2^{24}` elements, where our patience does.
 
 

@@ -134,7 +134,8 @@ print(f"{math.log(torch.finfo(torch.float16).max):.1f} in float16")
 # The kernel that the library runs
 # --------------------------------
 #
-# This is the safe kernel, as `triton_gallery.softmax` runs it on rows of up to 1024 columns. A program owns a *tile* of
+# This is the safe kernel, as `triton_gallery.softmax` runs it on rows of up to 1024 columns (but for many rows of
+# odd lengths, of which below). A program owns a *tile* of
 # whole rows. (The hardware's own exponential is that of two; `_exp` tells why it matters.)
 
 # quote: triton_gallery.softmax._exp
@@ -262,7 +263,8 @@ assert math.isclose(history[-1][1], safe_s)
 
 # %%
 # The picture shows that row and both statistics as the walk goes on. Whenever a number exceeds all before it, the
-# maximum takes a step up and the sum is scaled down. At the end both are what the safe softmax computes.
+# maximum takes a step up and the sum is scaled down before the new term, 1, is added: the curve may fall there or still
+# rise. At the end both are what the safe softmax computes.
 
 figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 4.4), sharex=True, layout="constrained")
 figure.suptitle("The online softmax of one row: each new maximum rescales the sum")

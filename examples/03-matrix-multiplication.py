@@ -1171,11 +1171,12 @@ for n in (256, 512, 1024):
 # %%
 # That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave 2.7 at 256³ for
 # ours and 3.0 for torch's on an H100, at 512³ 3.7 and 4.0, and at 1024³ 6.6 and 6.3. (No record holds these.) The
-# library's tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 2048, as at 512³. Each then
-# reads little, and our rate there is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step
-# goes along :math:`K` matters, too: the first product waits for the first step to arrive. With steps of 64 numbers in
-# place of 128 most of these products became quicker by some per cent, as long as :math:`K` was below some 700. (No
-# record holds these either.)
+# library's tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as at 512³ (below 8192
+# where the result has no more than 64 rows or columns). Each then reads little, and our rate there is
+# :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too: the
+# first product waits for the first step to arrive. With steps of 64 numbers in place of 128 such products became
+# quicker by some per cent, up to a tenth where 16 rows met some thousand columns, as long as :math:`K` was below some
+# 1500; beyond it is the other way round. (No record holds these either.)
 #
 # And where does the time inside of a kernel go? We let the fifth rung write down the cycle counter of its
 # multiprocessor, at 1024³ on an H100. After 940 cycles the barriers were there, at 1900 the first copy started, and at
@@ -1189,12 +1190,13 @@ for n in (256, 512, 1024):
 # stands in a record.)
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
-# in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, and
-# our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³ there would be 144 tiles of 128 ×
-# 128. The library takes 96 of 192 × 128 instead, one round in which 36 multiprocessors are idle, and we are at
-# :measured:`matmul-fp16: triton_gallery / torch at 1536`. (To share the 12 would take longer, it reckons.) At 1024³ one
-# round needs small tiles of 64 × 128; still we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in
-# float16 and at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
+# in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, by
+# the fifth rung's kernel, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³
+# there would be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36
+# multiprocessors are idle, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1536`. (To share the 12
+# would take longer, it reckons.) At 1024³ one round needs small tiles of 64 × 128; still we are at
+# :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at :measured:`matmul-bf16: triton_gallery /
+# torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of clusters of two multiprocessors. We tried both. Triton's shapes are powers of two, so 96 columns are two
@@ -1257,21 +1259,28 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic counts. One row
 # reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a
 # large copy. From two rows on there is also the sum of the parts, and it is
-# :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
+# :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. Much more cannot be had here: on an H100, a kernel that did
+# nothing but read the weight took a twentieth less time than our product of 16 rows. What keeps even that one from a
+# copy's rate is how we measure. The flush leaves the cache full of numbers that memory has not seen yet, and whoever
+# reads has to write them back first; when it was full of numbers that had only been read, both took a sixth less time.
+# (No record holds this.)
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of
-# torch's rate, another case that a microsecond decides. From 2048 on :math:`K` is cut, and torch is ahead or about
-# even: we are at :measured:`matmul-long-fp16: triton_gallery / torch at 2048` there, at :measured:`matmul-long-fp16:
-# triton_gallery / torch at 4096` at 4096, and at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the
-# end. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 × 128, so that
-# fewer parts will do. What each of these costs we have not measured.
+# torch's rate, another case that a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once, and we are at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 2048`. From 4096 on :math:`K` is cut: we are at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 4096` there, the lowest of the sweep, at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, and at :measured:`matmul-long-fp16:
+# triton_gallery / torch at 65536` at the end. The parts go to memory in float32 and come back, and up to 8192 the tiles
+# are smaller than 128 × 128, so that fewer parts will do. What each of these costs we have not measured.
 #
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
-# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, but in this sweep from 4095
-# on. At 2047³ our rate is :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 2047` its rate. Where it pads
-# it is ahead: we reach :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` at 4095³ and
-# :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 8191` at 8191³.
+# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
+# it that this pays: this time from 1023 on, in another run from 4095 on. Where it pads it is about even or ahead: our
+# rate is :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 1023` its rate at 1023³ and
+# :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 2047` at 2047³, and we reach :measured:`matmul-odd-fp16:
+# triton_gallery / torch.compile at 4095` at 4095³ and :measured:`matmul-odd-fp16: triton_gallery / torch.compile at
+# 8191` at 8191³.
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best
 # other one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at
@@ -1285,15 +1294,16 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` of torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
 # what chosen sizes hide. It showed us steps along :math:`K` that were too long for small tiles, groups of 8 rows where
-# a matrix has 9 rows of tiles, and a long :math:`K` that was not cut because no number divided it. The third rung's
-# parts are equal, multiples of 16 and at least 768 long: 16 × 32 × 15104 has room for 19, and of 944, its number of
-# sixteens, 16 is the largest divisor below that. Where equal parts are too few, as for 2128 × 112 × 4432, the library
-# now takes the fifth rung, whose parts may begin anywhere. Most of the lowest that are left have tiles for a part of
-# the GPU and much to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one
-# are empty. With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than
-# torch in most that were drawn, and ahead in none by much; the last line above has the range. For one of them, 1040 ×
-# 944 × 352, cuBLAS's kernel has 119 tiles of 64 × 136, one round, where most multiprocessors get two of our 64 × 64;
-# the others we have not looked into. (No record holds that.)
+# a matrix has 9 rows of tiles, and a long :math:`K` that was not cut because no number divided it; and, in 32 × 3056 ×
+# 6976, that narrower tiles are better than parts: 96 tiles of 64 × 32 need no second kernel. The third rung's parts are
+# equal, multiples of 16 and at least 768 long: 16 × 32 × 15104 has room for 19, and of 944, its number of sixteens, 16
+# is the largest divisor below that. Where equal parts are too few, as for 2128 × 112 × 4432, the library now takes the
+# fifth rung, whose parts may begin anywhere. Most of the lowest that are left have tiles for a part of the GPU and much
+# to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one are empty. With
+# a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in most
+# that were drawn, and ahead in none by much; the last line above has the range. For one of them, 1040 × 944 × 352,
+# cuBLAS's kernel has 119 tiles of 64 × 136, one round, where most multiprocessors get two of our 64 × 64; the others we
+# have not looked into. (No record holds that.)
 
 # %%
 # Break it: forget the short group

@@ -701,13 +701,13 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # ahead of it. There they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula
 # from above, which joined the lanes of a program, joins programs. A part has up to 4 KiB, and its program a single
 # warp, of which a multiprocessor holds twelve. That leaves each of them a twelfth of the registers, and there it keeps
-# weight and bias: all of its rows share them. An earlier version loaded both again for each row. That is twice as many
-# bytes as `x` has, from the L2 cache, and the longest rows stayed far below a copy's rate.
+# weight and bias: all of its rows share them. To load both again for each row would take twice as many bytes as `x`
+# has from the L2 cache, and keeps the longest rows far below a copy's rate.
 #
 # The order of the first loads counts, too. A program asks for its part of the first row, then for the weight, the
-# second row, the bias and the third row. The version before this one asked for three rows and then for both. They came
-# last, so nothing was written before all rows were there, and no further row was asked for before one was written: the
-# memory stood still meanwhile.
+# second row, the bias and the third row. If it asked for three rows and then for both, these would
+# come last. Nothing could be written before all rows are there, and no further row is asked for before one is written:
+# the memory would stand still meanwhile.
 
 
 @tg.benchmark.perf_report(
@@ -997,7 +997,7 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 # Your turn
 # ---------
 # 1. Copy the forward kernel and replace the line with `tl.where` by `x = x - mean[:, None]`. For which row lengths
-#    does the check still pass? *Hint: how many lanes are padded when N is 512, and how many when it is 513?*
+#    does the check still pass, on rows with a mean of 1? *Hint: how many lanes are padded when N is 512, and how many when it is 513?*
 # 2. Pass `None` for mean and bias (and for the partial sums of `db`) to both kernels, and compare with
 #    `torch.nn.functional.rms_norm`. Which of the two directions is no longer taken out of the gradient, and why? *Hint:
 #    does adding a constant to a row still leave the result unchanged?*
@@ -1011,8 +1011,8 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 #
 # Solution 1: padding in the variance
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Each padded lane adds :math:`\mu^2` to the sum of squares. With :math:`N` = 512 there is none and the check passes.
-# With 513 there are 511, as good as one for each number, and unless the mean is 0, the variance is far off.
+# It passes for powers of two. Each padded lane adds :math:`\mu^2` to the sum of squares. With :math:`N` = 512 there is
+# none. With 513 there are 511, as good as one for each number, and unless the mean is 0, the variance is far off.
 
 
 @triton.jit
