@@ -997,7 +997,8 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 # Your turn
 # ---------
 # 1. Copy the forward kernel and replace the line with `tl.where` by `x = x - mean[:, None]`. For which row lengths
-#    does the check still pass, on rows with a mean of 1? *Hint: how many lanes are padded when N is 512, and how many when it is 513?*
+#    does the check still pass, on rows with a mean of 1? *Hint: how many lanes are padded when N is 512, and how many
+#    when it is 513?*
 # 2. Pass `None` for mean and bias (and for the partial sums of `db`) to both kernels, and compare with
 #    `torch.nn.functional.rms_norm`. Which of the two directions is no longer taken out of the gradient, and why? *Hint:
 #    does adding a constant to a row still leave the result unchanged?*
