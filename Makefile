@@ -21,10 +21,14 @@ SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 # A draft does not execute every page, and says so on each.
 DRAFT = $(SPHINX) -A draft=1
 PAGES = $(or $(PAGE),*)
+# What a command waits for that executes one page, where PAGE names none
+WRONG_PAGE := $(if $(PAGE),$(if $(wildcard examples/$(PAGE).py),,page-is-missing))
 WORKERS ?= 2
 
 .PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record outdated linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
 .DEFAULT_GOAL := help
+# `make clean html`, with any number of jobs, means one after the other.
+.NOTPARALLEL:
 
 help:  ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,18 +36,18 @@ help:  ## List these commands
 html: $(or $(INSTALLED),check-site)  ## Execute the pages that changed and build the site into build/html
 	$(SPHINX) docs build/html
 
-html-fast: $(or $(INSTALLED),check-site)  ## Build the site without executing pages; with PAGE=..., execute that one
+html-fast: $(or $(INSTALLED),check-site) $(WRONG_PAGE)  ## Build the site without executing pages; with PAGE=..., execute that one
 	$(DRAFT) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) docs build/html
 
-page: $(if $(wildcard examples/$(PAGE).py),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
+page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
 
-serve: $(or $(INSTALLED),check-serve)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
+serve: $(or $(INSTALLED),check-serve) $(WRONG_PAGE)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
 	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) -A live=1 $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE)) \
 	  --watch examples --watch src --ignore "*/_generated/*" --ignore "*/tutorials/*" --ignore "*/python-api/generated/*" \
 	  --ignore "*/__pycache__/*" --port 8000 docs build/html
 
 publish: html  ## Add the site to the versions in DEST=build/site as VERSION=..., or as the tag or branch that is checked out
-	$(PY) docs/_ext/publish.py build/html $(or $(DEST),build/site) $(VERSION)
+	$(PY) docs/_ext/publish.py build/html "$(or $(DEST),build/site)" $(VERSION)
 
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --ignore tests/site
@@ -60,7 +64,7 @@ fuzz: $(or $(INSTALLED),check-tests)  ## Test on some thousand inputs that hypot
 
 test-triton: $(or $(INSTALLED),check-tests)  ## Compile every kernel with another Triton: make test-triton TRITON=3.9.0
 	$(PY) -m pip install --quiet --no-deps --target build/triton-$(TRITON) triton==$(TRITON)
-	PYTHONPATH=$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH) $(PY) -m pytest -n auto --dist loadgroup tests/test_compilation.py
+	PYTHONPATH="$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH)" $(PY) -m pytest -n auto --dist loadgroup tests/test_compilation.py
 
 evidence: $(INSTALLED) check-gpu  ## Test on a GPU, with compute-sanitizer too, and write the tables to tests/records
 	@command -v compute-sanitizer >/dev/null || \
@@ -86,13 +90,7 @@ bench: $(INSTALLED) check-gpu  ## Measure on a GPU into build/records; PAGE=... 
 
 record: $(INSTALLED) check-gpu  ## Measure on a GPU and rewrite the records that the package ships
 	$(call measure,src/triton_gallery/records)
-	$(MAKE) docs/_static/attention.svg
-
-# The README's.
-docs/_static/attention.svg: src/triton_gallery/records/nvidia-h100-80gb-hbm3/attention-fwd-d128-causal-fp16.json
-	$(PY) -c "import triton_gallery as tg, matplotlib.pyplot as plt; \
-	  report = tg.benchmark.load('attention-fwd-d128-causal-fp16', 'nvidia-h100-80gb-hbm3'); report.plot(); \
-	  plt.savefig('$@', metadata={'Date': None, 'Description': report.provenance()})"
+	$(PY) docs/_ext/gallery.py --picture docs/_static/attention.svg
 
 outdated: $(INSTALLED)  ## List the records whose kernels, launch or benchmark changed, and the commands that measure them anew
 	@$(PY) docs/_ext/gallery.py --outdated
@@ -116,7 +114,7 @@ check-site check-serve check-tests check-gpu: $(INSTALLED)
 	@$(PY) docs/_ext/preflight.py $(@:check-%=%)
 
 page-is-missing:
-	@echo "make page: name the page, such as PAGE=02-fused-softmax" >&2; exit 1
+	@echo "make: $(if $(PAGE),examples has no page $(PAGE); )name the page, such as PAGE=02-fused-softmax" >&2; exit 1
 
 # A constraint with a hash makes pip refuse every file without one, and a checkout has none. So there are steps: a pip that
 # knows such constraints, what builds the package, the package, torch without CUDA where pip is told where to find it (as

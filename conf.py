@@ -84,7 +84,6 @@ html_baseurl = f"{os.environ['GALLERY_URL'].rstrip('/')}/stable/" if os.environ.
 redirects = {}  # the old name of each page that moved, without .html: its new path from there; a test asks for them
 redirect_html_template_file = "docs/_templates/redirect.html"
 ogp_image = "_static/social.png"
-ogp_image_alt = "Throughput of attention by sequence length: Triton Gallery, cuDNN and FlashAttention-2"
 
 html_theme = "sphinx_rtd_theme"
 html_theme_options = {"navigation_depth": 3, "collapse_navigation": False, "titles_only": True}

@@ -1,5 +1,6 @@
 import functools
 import importlib
+import itertools
 import math
 
 import numpy as np
@@ -457,6 +458,17 @@ def test_each_tensor_has_its_own_strides(device):
     )
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_output_and_gradients_keep_the_order_of_dimensions(order, device):
+    def ordered(x):
+        x = x.permute(*order, 3).contiguous()
+        return x.permute(*(order.index(d) for d in range(3)), 3)
+
+    q, k, v = map(ordered, inputs((2, 3, 5, 8), (2, 3, 7, 8), torch.float32, device))
+    for x, like in zip(with_gradients(tg.attention, q, k, v, torch.randn_like(q)), (q, q, k, v), strict=True):
+        assert x.stride() == like.stride()
+
+
 @pytest.mark.parametrize("head_dim_v", [8, 5])
 def test_output_and_gradients_are_laid_out_as_the_inputs(head_dim_v, device):
     q, k, v = inputs((2, 3, 5, 8), (2, 3, 7, 8), torch.float32, device, head_dim_v)
@@ -911,6 +923,8 @@ REFUSED = {
     ),
     "dropout": (qkv(), {"dropout_p": 0.1}, ValueError, "dropout_p must be 0, got 0.1; torch.nn.functional.scaled_dot_"),
     "huge scale": (qkv(), {"scale": 10**400}, ValueError, "scale must fit into float64, got an int of 1329 bits"),
+    "dropout of a tensor": (qkv(), {"dropout_p": torch.zeros(2)}, ValueError, "dropout_p must be 0, got Tensor; torch"),
+    "complex dropout": (qkv(), {"dropout_p": 0j}, ValueError, "dropout_p must be 0, got 0j; torch"),
     "is_causal of int": (qkv(), {"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
     "enable_gqa of None": (qkv(), {"enable_gqa": None}, TypeError, "enable_gqa must be True or False, got None"),
     "return_lse of int": (qkv(), {"return_lse": 0}, TypeError, "return_lse must be True or False, got 0"),

@@ -873,3 +873,9 @@ def test_run_on_a_gpu_writes_a_complete_record(device, tmp_path, monkeypatch):
     record = json.loads(file.read_text(encoding="utf-8"))
     benchmark.validate(record)
     assert "OutOfMemoryError" in record["left_out"][0]["why"]
+
+
+def test_a_file_that_is_no_record_is_named(records):
+    (records / "nvidia-h200" / "softmax-fp16.json").write_text('{"benchmark"')
+    with pytest.raises(ValueError, match=r"^record nvidia-h200/softmax-fp16\.json: not valid JSON: "):
+        benchmark.load("softmax-fp16")

@@ -67,7 +67,7 @@ def build(tmp_path):
     def build(url: str = "", **settings) -> Path:
         site = tmp_path / "site"
         (site / "guide").mkdir(parents=True, exist_ok=True)
-        names = ("ogp_image", "ogp_image_alt", "redirect_html_template_file")
+        names = ("ogp_image", "redirect_html_template_file")
         ours = runpy.run_path(str(gallery.ROOT / "conf.py"))
         settings = {name: ours[name] for name in names} | {"html_baseurl": url, "project": "Site"} | settings
         settings["redirect_html_template_file"] = str(gallery.ROOT / ours["redirect_html_template_file"])
@@ -118,6 +118,18 @@ def test_a_site_with_an_address_says_it_to_search_engines_and_to_those_who_show_
     tree = ElementTree.parse(out / "sitemap.xml")
     places = {place.text for place in tree.iter("{http://www.sitemaps.org/schemas/sitemap/0.9}loc")}
     assert places == {f"https://example.org/site/stable/{name}.html" for name in ("index", "guide/page")}
+
+
+def test_a_site_that_has_no_address_any_more_loses_its_sitemap(build):
+    assert (build("https://example.org/") / "sitemap.xml").exists()
+    assert not (build() / "sitemap.xml").exists()
+
+
+@pytest.mark.parametrize(("n_outdated", "shown"), [(0, 0), (1, 1), (2, 0)])
+def test_the_picture_for_links_shows_a_record_that_is_not_outdated(n_outdated, shown, monkeypatch):
+    outdated = findable.PICTURE_SHOWS[:n_outdated]
+    monkeypatch.setattr(gallery, "report", lambda name: SimpleNamespace(name=name, outdated=name in outdated))
+    assert findable._picture_shows().name == findable.PICTURE_SHOWS[shown]
 
 
 @pytest.mark.parametrize("url", ["", "https://example.org", "https://example.org/a/"])

@@ -38,4 +38,4 @@ def test_picture_shows_the_committed_record():
     drawn_from = re.search(r"<dc:description>(.*?)</dc:description>", (ROOT / picture).read_text())[1]
     current = benchmark.load("attention-fwd-d128-causal-fp16", "nvidia-h100-80gb-hbm3")
     assert current.record["gpu"].split()[1] in text
-    assert drawn_from == current.provenance(), f"make -B {picture} draws it anew"
+    assert drawn_from == current.provenance(), f"python docs/_ext/gallery.py --picture {picture} draws it anew"

@@ -17,6 +17,8 @@ import preflight
 import pytest
 import torch
 
+from triton_gallery.benchmark import Report
+
 # A machine that only measures has no Sphinx.
 SphinxTestApp = pytest.importorskip("sphinx.testing.util").SphinxTestApp
 InventoryFile = pytest.importorskip("sphinx.util.inventory").InventoryFile
@@ -347,6 +349,54 @@ def test_only_the_page_whose_module_changed_is_executed_again(app, examples, src
     assert left() == {"index.rst"}
 
 
+def test_a_record_that_cannot_be_read_ends_the_build_in_one_line(app, examples, src):
+    folder = src / "triton_gallery" / "records" / "nvidia-h200"
+    folder.mkdir(parents=True)
+    (folder / "softmax-fp16.json").write_text('{"limit": ')
+    with pytest.raises(SystemExit, match=r"^record nvidia-h200/softmax-fp16\.json: not valid JSON: Expecting value"):
+        gallery._builder_inited(app, examples, src)
+
+
+def test_half_written_fingerprints_count_as_changed(app, examples, src):
+    gallery._builder_inited(app, examples, src)
+    store = app.srcdir / "_generated" / "fingerprints.json"
+    whole = store.read_text()
+    store.write_text(whole[: len(whole) // 2])
+    gallery._builder_inited(app, examples, src)
+    assert store.read_text() == whole
+
+
+def test_a_fault_is_reported_until_it_is_mended(tmp_path):
+    connect = "def setup(app):\n    import gallery\n    app.connect('build-finished', gallery._build_finished)\n"
+    (tmp_path / "conf.py").write_text(connect)
+    (tmp_path / "index.rst").write_text("Site\n====\n\n.. toctree::\n\n   page\n")
+    warnings = []
+    for title in ("A page\n====\n", None, "A page\n======\n", None):
+        if title:
+            (tmp_path / "page.rst").write_text(title)
+        app = SphinxTestApp("html", srcdir=tmp_path)
+        try:
+            app.build()
+            warnings.append(app.warning.getvalue().count("Title underline too short"))
+        finally:
+            app.cleanup()
+    assert warnings == [1, 1, 0, 0]
+
+
+def test_the_readmes_picture_is_drawn_only_from_a_record_that_is_not_outdated(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    found = gallery.report(*gallery.README_RECORD)
+    for picture in (first, second):
+        monkeypatch.setattr(gallery, "report", lambda *_: Report(found.record))
+        gallery.draw_readme_picture(picture)
+    assert first.read_bytes() == second.read_bytes() and found.provenance() in first.read_text()
+    monkeypatch.setattr(gallery, "report", lambda *_: Report(found.record, changed=frozenset({"kernels"})))
+    first.write_text("as it was")
+    gallery.draw_readme_picture(first)
+    assert first.read_text() == "as it was" and "stays as it is: not yet measured" in capsys.readouterr().out
+
+
 def test_a_bad_quote_ends_the_build_in_one_line(app, examples, src):
     (examples / "02-two.py").write_text("# quote: package.module.nope\n")
     with pytest.raises(SystemExit, match=r"^examples/02-two\.py:1: quote: package/module\.py has no definition nope$"):
@@ -598,6 +648,12 @@ def test_preflight_accepts_this_environment():
     assert preflight.problem("site") is None
 
 
+def test_preflight_refuses_to_measure_in_the_interpreter(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: "cuda")
+    monkeypatch.setattr("triton.knobs.runtime.interpret", True)
+    assert preflight.problem("gpu").startswith("TRITON_INTERPRET is set")
+
+
 def test_preflight_names_an_old_python(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     assert preflight.problem("python").startswith(f"Python 3.11 or newer is needed, and {sys.executable} is 3.9;")
@@ -648,6 +704,7 @@ def test_preflight_takes_triton_by_another_name(module, pin, message, monkeypatc
 
 def test_preflight_names_what_launches_lack(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(tmp_path))
     assert "Python.h, which is missing" in preflight.problem("gpu")

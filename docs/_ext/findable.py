@@ -17,7 +17,7 @@ from sphinx import addnodes
 from sphinx.errors import ExtensionError
 
 PICTURE = "_static/social.png"
-PICTURE_SHOWS = "attention-fwd-d128-causal-fp16"
+PICTURE_SHOWS = "attention-fwd-d128-causal-fp16", "softmax-fp16"  # the first of these records that is not outdated
 ABOUT = "Triton kernels with torch's semantics, and an executable gallery that teaches how each one is written."
 # Pages that Sphinx makes itself, which have no text to describe them by
 MADE = {
@@ -73,12 +73,18 @@ def _page_context(app, pagename, templatename, context, doctree) -> None:
     context["metatags"] = tags
 
 
+def _picture_shows():
+    from gallery import report
+
+    reports = [report(name) for name in PICTURE_SHOWS]
+    return next((found for found in reports if not found.outdated), reports[0])
+
+
 def draw_picture(path: Path) -> None:
     """What a link to the site shows where links show pictures: a record, so that it cannot go stale."""
     import matplotlib.pyplot as plt
-    from gallery import report
 
-    found = report(PICTURE_SHOWS)
+    found = _picture_shows()
     found.plot()
     figure = plt.gcf()
     figure.set_size_inches(12, 6.3)
@@ -164,10 +170,16 @@ def _build_finished(app, exception) -> None:
         text = markdown(page, _formulas(app.env.get_doctree(docname)))
         (outdir / f"{docname}.md").write_text(text, encoding="utf-8")
     (outdir / "llms.txt").write_text(index(app, descriptions), encoding="utf-8")
+    if not app.config.html_baseurl:
+        # Of an earlier build, which knew an address.
+        (outdir / "sitemap.xml").unlink(missing_ok=True)
 
 
 def _config(app, config) -> None:
     config.ogp_site_url = config.html_baseurl
+    record = _picture_shows().record
+    providers = dict.fromkeys(row["provider"] for row in record["rows"])
+    config.ogp_image_alt = f"{record['title']}: the rates of {', '.join(providers)}"
     # The page for missing pages is shown at any depth.
     config.notfound_urls_prefix = urllib.parse.urlparse(config.html_baseurl).path or "/"
     if config.html_baseurl:

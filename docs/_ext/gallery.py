@@ -16,6 +16,7 @@ blocks, line by line where it stands in the chapter.
 
     python docs/_ext/gallery.py examples/02-fused-softmax.py     print one generated page
     python docs/_ext/gallery.py --outdated                       list records that are no longer of what is there
+    python docs/_ext/gallery.py --picture FILE                   draw the README's record, if it is of what is there
     python docs/_ext/gallery.py --all DEST                       write all of them, and such chapters, into DEST, and
                                                                  remove those there that are no longer
 """
@@ -39,6 +40,9 @@ SRC = ROOT / "src"
 EXAMPLES = ROOT / "examples"
 REFERENCES = ROOT / "docs" / "refs.bib"
 GUIDE = ROOT / "docs" / "programming-guide"
+
+# The record in the README's picture
+README_RECORD = "attention-fwd-d128-causal-fp16", "nvidia-h100-80gb-hbm3"
 
 _HEADER = "GALLERY_HEADER.rst"
 _PAGES = "[0-9][0-9]-*.py"
@@ -132,6 +136,20 @@ def outdated(names: str = "*") -> Iterator[str]:
         found = report(path.stem, path.parent.name)
         for status in found.status():
             yield f"{path.parent.name}/{path.stem}: {status}; make record PAGE={page_of(found.record)}"
+
+
+def draw_readme_picture(file: Path) -> None:
+    """Draw the README's record, unless it is outdated: then the picture stays, with the provenance in it."""
+    found = report(*README_RECORD)
+    if found.outdated:
+        print(f"{file} stays as it is: {found.status()[0]}")
+        return
+    import matplotlib.pyplot as plt
+
+    # Without dates and random names, so that the same record gives the same file.
+    plt.rcParams["svg.hashsalt"] = "triton-gallery"
+    found.plot()
+    plt.savefig(file, metadata={"Date": None, "Description": found.provenance()})
 
 
 def measuring(examples: Path | None = None, guide: Path | None = None) -> dict[str, str]:
@@ -286,6 +304,7 @@ def machine() -> str:
 def fingerprint(page: Path, src: Path = SRC) -> str:
     """Changes with whatever the page's output depends on and its text does not show."""
     from triton_gallery import __version__
+    from triton_gallery.benchmark import _read
 
     digest = hashlib.sha256(f"{machine()} {first_cell(__version__)}".encode())
     # What all pages print with, and the limits, which a roofline may take from any record.
@@ -295,7 +314,7 @@ def fingerprint(page: Path, src: Path = SRC) -> str:
     for file in sorted(file for file in shared if file.exists()):
         digest.update(file.read_bytes())
     for record in sorted(package.glob("records/*/*.json")):
-        digest.update(repr(json.loads(record.read_text(encoding="utf-8"))["limit"]).encode())
+        digest.update(repr(_read(record).get("limit")).encode())
     modules = {_split(name.strip(), src)[0] for name in _QUOTE.findall(page.read_text(encoding="utf-8"))}
     for module in sorted(modules):
         # With the kernels for one GPU, such as hopper/softmax.py.
@@ -367,8 +386,15 @@ def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
         if stale.name.partition(".")[0] not in names:
             stale.unlink()
     store = source.parent / "fingerprints.json"
-    old = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
-    new = {page.stem: fingerprint(page, src) for page in pages}
+    try:
+        old = json.loads(store.read_text(encoding="utf-8")) if store.exists() else {}
+    except ValueError:
+        # Somebody stopped a build while it wrote this. Then every page counts as changed.
+        old = {}
+    try:
+        new = {page.stem: fingerprint(page, src) for page in pages}
+    except ValueError as error:
+        sys.exit(str(error))
     for name in names:
         if new[name] != old.get(name) or problem(source / f"{name}.py", gallery):
             # sphinx-gallery keeps a page's output as long as this checksum is that of the page's text.
@@ -429,6 +455,13 @@ def seed(gallery_conf: dict, page: str) -> None:
     torch.manual_seed(0)
 
 
+def _build_finished(app, exception) -> None:
+    # A page's fault is reported when the page is read. The next build would read only what changed, and say nothing of
+    # it; without this file it reads everything.
+    if app._warncount:
+        (Path(app.doctreedir) / "environment.pickle").unlink(missing_ok=True)
+
+
 def setup(app) -> dict:
     # Before sphinx-gallery, which reads the generated pages in its own handler with the default priority, 500.
     app.connect("builder-inited", _builder_inited, priority=5)
@@ -436,6 +469,7 @@ def setup(app) -> dict:
     app.connect("config-inited", _config_inited, priority=5)
     app.connect("html-page-context", _open_in_colab)
     app.connect("builder-inited", _gallery_written, priority=900)
+    app.connect("build-finished", _build_finished, priority=999)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -446,14 +480,17 @@ def main() -> None:
     keep = "leave :measured: references as they stand, for a run that measures what they refer to"
     parser.add_argument("--keep-references", action="store_true", help=keep)
     parser.add_argument("--outdated", action="store_true", help="list the records that are no longer of what is there")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw the README's record, if it is not outdated")
     args = parser.parse_args()
-    if (args.page is not None) + (args.all is not None) + args.outdated != 1:
-        parser.error("give one page, or --all DEST, or --outdated")
+    if (args.page is not None) + (args.all is not None) + args.outdated + (args.picture is not None) != 1:
+        parser.error("give one page, or --all DEST, or --outdated, or --picture FILE")
     sys.path.insert(0, str(SRC))
     try:
         if args.outdated:
             lines = list(outdated())
             print(*lines, sep="\n", end="\n" if lines else "")
+        elif args.picture:
+            draw_readme_picture(args.picture)
         elif args.all:
             write_all(args.all, keep_references=args.keep_references)
             chapters = {name: text for name, text in measuring().items() if not (EXAMPLES / f"{name}.py").exists()}
@@ -464,6 +501,8 @@ def main() -> None:
             sys.stdout.write(generate(args.page, keep_references=args.keep_references))
     except PageError as error:
         sys.exit(f"examples/{error}")
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

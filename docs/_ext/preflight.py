@@ -53,6 +53,10 @@ def problem(kind):
 
     if torch.accelerator.current_accelerator(check_available=True) is None:
         return "there is no GPU to measure on" if kind == "gpu" else None
+    import triton
+
+    if kind == "gpu" and triton.knobs.runtime.interpret:
+        return "TRITON_INTERPRET is set, so that kernels would not run on the GPU"
     return missing_for_launches()
 
 

@@ -4,7 +4,7 @@
     python docs/_ext/publish.py --check-tag v0.2.0       fails unless this is the tag of the package's version
 
 A name such as 0.2.0 or v0.2.0 is a tag: once published it is never written again. Any other name is a branch, which is
-replaced. Without a name it is the checkout's tag, or its branch, or the package's version. DEST then holds
+replaced. Without a name it is the checkout's tag, or its branch. DEST then holds
 
     0.1.0/ 0.2.0/ main/               the versions
     stable/                           a copy of the newest tag, at an address that stays
@@ -174,12 +174,12 @@ def _root_page(title: str, body: str, head: str = "") -> str:
 
 
 def name_of_checkout() -> str:
-    """The tag that is checked out, or else the branch, or else the package's version."""
+    """The tag that is checked out, or else the branch."""
     for command in ("git describe --tags --exact-match", "git symbolic-ref --short HEAD"):
         done = subprocess.run(command.split(), capture_output=True, text=True)
         if done.returncode == 0:
             return done.stdout.strip().replace("/", "-")
-    return _package_version()
+    raise ValueError("neither a tag nor a branch is checked out; give the version a name: make publish VERSION=...")
 
 
 def _package_version() -> str:
@@ -203,10 +203,10 @@ def main() -> None:
     args = parser.parse_args()
     if not args.check_tag and args.dest is None:
         parser.error("site and dest are missing")
-    name = args.version or name_of_checkout()
     try:
         if args.check_tag:
             return check_tag(args.check_tag, _package_version())
+        name = args.version or name_of_checkout()
         publish(args.site, args.dest, name)
     except ValueError as error:
         sys.exit(f"publish: {error}")

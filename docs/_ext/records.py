@@ -23,6 +23,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery._report import NOT_YET, Report, is_ours, is_study, place, slug
+from triton_gallery.benchmark import _read
 
 logger = logging.getLogger(__name__)
 _DATA = re.compile(r'<a download="[^"]*" href="data:(?:text/csv|application/json);[^"]*">[^<]*</a>')
@@ -237,7 +238,7 @@ def _build_finished(app, exception) -> None:
     if exception or app.builder.format != "html":
         return
     for path in sorted(RECORDS.glob("*/*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = _read(path)
         publish(Path(app.outdir), f"{path.parent.name}/{path.stem}", Report(record))
         if found := report(path.stem, path.parent.name).status():
             # No mistake, but whoever builds the site for readers should know.

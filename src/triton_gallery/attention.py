@@ -793,11 +793,11 @@ def _fits_hopper(q, k, v, scale: float, lower: int | None, upper: int | None) ->
 
 
 def _empty_as(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Memory shaped as x but for head_dim, with the heads inside the positions if x has them so."""
-    batch, heads, seq_len, _ = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(batch, seq_len, heads, head_dim).transpose(1, 2)
-    return x.new_empty(batch, heads, seq_len, head_dim)
+    """Memory shaped as x but for head_dim, which is innermost; its other dimensions are in x's order."""
+    # The largest stride is the outermost dimension's. An expanded dimension, whose stride is 0, has no place in x.
+    order = sorted(range(3), key=lambda d: x.stride(d) or sys.maxsize, reverse=True)
+    out = x.new_empty(*(x.shape[d] for d in order), head_dim)
+    return out.permute(*(order.index(d) for d in range(3)), 3)
 
 
 def _empty_forward(
@@ -1112,7 +1112,7 @@ def attention(
         return_lse: return the logarithm of each row's sum of exponentials, too.
 
     Returns:
-        (..., heads, seq_q, head_dim_v), dtype of q, memory laid out in q's order; with `return_lse` also lse,
+        (..., heads, seq_q, head_dim_v), dtype of q, in memory like q with the last dimension innermost; with `return_lse` also lse,
         (..., heads, seq_q), in natural logarithm, float32 (float64 for float64).
 
     Raises:
@@ -1155,7 +1155,8 @@ def attention(
         Tri Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
         https://arxiv.org/abs/2307.08691
     """
-    for name, given, neutral in (("attn_mask", attn_mask, attn_mask is None), ("dropout_p", dropout_p, dropout_p == 0)):
+    no_dropout = isinstance(number(dropout_p), NUMBERS) and dropout_p == 0
+    for name, given, neutral in (("attn_mask", attn_mask, attn_mask is None), ("dropout_p", dropout_p, no_dropout)):
         if not neutral:
             got = type(given).__name__ if isinstance(given, torch.Tensor) else repr(given)
             hint = "torch.nn.functional.scaled_dot_product_attention has it"

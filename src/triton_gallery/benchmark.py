@@ -262,7 +262,7 @@ def _load(name: str, gpu: str | None, also_changed: Callable[[dict], frozenset[s
     here = slug(_gpu_name()) if _device() else None
     first, digests = None, kernel_digests(name)
     for folder in [gpu] if gpu else [gpu for gpu in dict.fromkeys([here, "nvidia-h200", *gpus]) if gpu in gpus]:
-        record = json.loads((_records() / folder / f"{name}.json").read_text(encoding="utf-8"))
+        record = _read(_records() / folder / f"{name}.json")
         validate(record, f"{folder}/{name}.json")
         report = Report(record, changed=_changed(record, digests) | also_changed(record))
         if not report.outdated:
@@ -281,6 +281,14 @@ def _changed(record: dict, digests: dict[str, str | None]) -> frozenset[str]:
 
 def _records():
     return importlib.resources.files(__package__) / "records"
+
+
+def _read(file) -> dict:
+    """What a record's file holds, which may not be a record."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"record {file.parent.name}/{file.name}: not valid JSON: {error}") from None
 
 
 # --- the roofline -----------------------------------------------------------------------------------------------------
@@ -329,7 +337,7 @@ def _limit_of(report: Report, kind: str) -> dict:
     folder = _records() / slug(report.record["gpu"])
     # A rate of products stands in the record of that name, and a copy in all that memory limits: the fastest counts.
     files = folder.glob("*.json" if kind == "copy" else f"{kind}.json")
-    found = [json.loads(file.read_text(encoding="utf-8"))["limit"] for file in files]
+    found = [_read(file)["limit"] for file in files]
     found = [bound for bound in found if bound and (kind != "copy" or bound["name"] == _COPY_LIMIT)]
     if not found:
         raise FileNotFoundError(f"roofline: no committed record of {folder.name} holds the limit {kind}")
@@ -441,7 +449,10 @@ class PerfReport:
             validate(record)
             file = Path(folder, slug(record["gpu"]), f"{name}.json")
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(report.to_json(), encoding="utf-8")
+            # Beside its place, and moved there: whoever stops this leaves no half of a record.
+            new = file.with_suffix(".new")
+            new.write_text(report.to_json(), encoding="utf-8")
+            new.replace(file)
         return report
 
     def _header(self) -> dict:
