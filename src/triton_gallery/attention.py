@@ -1112,8 +1112,8 @@ def attention(
         return_lse: return the logarithm of each row's sum of exponentials, too.
 
     Returns:
-        (..., heads, seq_q, head_dim_v), dtype of q, in memory like q with the last dimension innermost; with `return_lse` also lse,
-        (..., heads, seq_q), in natural logarithm, float32 (float64 for float64).
+        (..., heads, seq_q, head_dim_v), dtype of q, in memory like q with the last dimension innermost; with
+        `return_lse` also lse, (..., heads, seq_q), in natural logarithm, float32 (float64 for float64).
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not supported, or dtypes that differ.
