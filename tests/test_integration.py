@@ -208,8 +208,8 @@ def test_flops_of_matmul_are_counted(activation, device):
 def test_flops_of_attention_are_those_that_torch_counts(device):
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-    shapes = (2, 4, 6, 16), (2, 2, 9, 16), (2, 2, 9, 8)
-    leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    leaves = [torch.randn(s, device=device, requires_grad=True) for s in ((2, 4, 6, 16), (2, 2, 9, 16), (2, 2, 9, 8))]
+    shapes = (2, 4, 6, 16), (2, 4, 9, 16), (2, 4, 9, 8)  # torch 2.11 counts only for equal numbers of heads
     with FlopCounterMode(display=False) as counter:
         out = tg.attention(*leaves, enable_gqa=True)
     assert counter.get_total_flops() == sdpa_flop_count(*shapes)
