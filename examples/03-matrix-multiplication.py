@@ -1169,14 +1169,15 @@ for n in (256, 512, 1024):
     print(f"{n}³: {2 * n**3 / report_fp16.series('triton_gallery')[n] * 1e-6:.1f} µs")
 
 # %%
-# That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave 2.7 at 256³ for
-# ours and 3.0 for torch's on an H100, at 512³ 3.7 and 4.0, and at 1024³ 6.6 and 6.3. (No record holds these.) The
-# library's tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as at 512³ (below 8192
-# where the result has no more than 64 rows or columns). Each then reads little, and our rate there is
-# :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too: the
-# first product waits for the first step to arrive. With steps of 64 numbers in place of 128 such products became
+# That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave less than half
+# of the first, half of the second and not two thirds of the third. There ours was ahead of torch's by a tenth at 256³
+# and 512³, and behind by a twentieth at 1024³. (No record holds these, and they are of an H100.) The library's tiles
+# are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as at 512³ (below 8192 where the result
+# has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows). Each then reads little, and our rate there
+# is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too:
+# the first product waits for the first step to arrive. With steps of 64 numbers in place of 128 small products became
 # quicker by some per cent, up to a tenth where 16 rows met some thousand columns, as long as :math:`K` was below some
-# 1500; beyond it is the other way round. (No record holds these either.)
+# 1500; from some 2000 on, where the library changes over, it is the other way round. (No record holds these either.)
 #
 # And where does the time inside of a kernel go? We let the fifth rung write down the cycle counter of its
 # multiprocessor, at 1024³ on an H100. After 940 cycles the barriers were there, at 1900 the first copy started, and at
@@ -1242,8 +1243,8 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 6144` at 6144³ and
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` at 8192³
 #
-# The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and most
-# medians stay below it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
+# The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and all
+# medians here stay below it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
@@ -1298,7 +1299,7 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # 6976, that narrower tiles are better than parts: 96 tiles of 64 × 32 need no second kernel. The third rung's parts are
 # equal, multiples of 16 and at least 768 long: 16 × 32 × 15104 has room for 19, and of 944, its number of sixteens, 16
 # is the largest divisor below that. Where equal parts are too few, as for 2128 × 112 × 4432, the library now takes the
-# fifth rung, whose parts may begin anywhere. Most of the lowest that are left have tiles for a part of the GPU and much
+# fifth rung, whose parts may begin anywhere. The three lowest that are left have tiles for a part of the GPU and much
 # to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one are empty. With
 # a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in most
 # that were drawn, and ahead in none by much; the last line above has the range. For one of them, 1040 × 944 × 352,

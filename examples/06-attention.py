@@ -1374,8 +1374,8 @@ print(decode_report.summary())
 # %%
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
 # curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
-# and its division and store at the end, which a short walk along the keys pays for more often. From 8192 positions on
-# some of the curves are lower again, cuDNN's forward, too; the cause we have not measured.
+# and its division and store at the end, which a short walk along the keys pays for more often. At 16384 positions
+# the forward curves with head dimension 64 are lower again, cuDNN's, too; the cause we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count:
@@ -1390,16 +1390,17 @@ for seq_len in (512, 1024, 4096, 16384):
 # cuDNN, with 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 # 4096` without a mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
 # the schedule of long and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`: our rate is about the same there, and cuDNN's
-# is lower; why, we have not looked into.) Short sequences with head dimension 64, and with a mask those of up to 4096
-# positions, are about even, or a little behind at 512 positions: at worst :measured:`attention-fwd-d64-fp16:
-# triton_gallery / cuDNN at worst` and, with a mask, :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at
-# worst`. The backward passes with a mask begin with the longest tiles, and are at worst at
-# :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
-# :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about even
-# with cuDNN's or ahead with head dimension 128, at worst at :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN
-# at worst`. With 64 they are ahead but for lengths in the middle, where they are a little behind, at worst at
-# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst`.
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`: clocks move between two sweeps.) Short
+# sequences are about even or a little behind: with head dimension 64 at worst at :measured:`attention-fwd-d64-fp16:
+# triton_gallery / cuDNN at worst` and, with a mask, at :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN
+# at worst`, and with 128 and a mask at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 512` with
+# 512 positions. From 2048 positions on all are ahead. The backward passes with a mask begin with the longest tiles, and
+# are at worst at :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128
+# and at :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about
+# even with cuDNN's with head dimension 128, from :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst`
+# to :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`. With 64 they are ahead, but with 4096
+# positions at :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at 4096`: this point was the lowest each time
+# we measured, by more or by less, and we have not found out why.
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
@@ -1424,10 +1425,11 @@ for seq_len in (512, 1024, 4096, 16384):
 # default with 4096 positions, at worst :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
 # triton_gallery at worst`, and with 4096 positions :measured:`attention-bwd-deterministic-fp16: triton_gallery
 # deterministic / cuDNN at 4096` the rate of cuDNN in its default mode, at worst
-# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions it is
-# the quicker one of our two, at :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
-# triton_gallery at 512`; the library does not look at the length. The default stays what it is in torch, with last bits
-# of :math:`dQ` that may vary. (The summary below has the ratios of this default to all others, also to the
+# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions, and
+# by little with 1024, it is the quicker one of our two, at :measured:`attention-bwd-deterministic-fp16: triton_gallery
+# deterministic / triton_gallery at 512` and :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
+# triton_gallery at 1024`; the library does not look at the length. The default stays what it is in torch, with last
+# bits of :math:`dQ` that may vary. (The summary below has the ratios of this default to all others, also to the
 # deterministic ones.)
 #
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
