@@ -728,9 +728,10 @@ ladder
 # :measured:`matmul-ladder-fp16: large tiles / a walk along K at 4096`), in two ways. It needs a quarter of the bytes
 # from L2. And on Hopper it gives us another instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to
 # make do with the older `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it has to
-# wait for them. The order of tiles gains nothing as long as L2 holds all that is needed, in either order. The larger
-# the matrices become, the more it gains, and more than we expected where the count says that memory keeps up with
-# either order. The rate in groups over that without them: :measured:`matmul-ladder-fp16: large tiles in groups / large
+# wait for them. As long as L2 holds all that is needed, in either order, the order of tiles decides little, and not
+# always for the better. The larger the matrices become, the more it gains, and more than we expected where the count
+# says that memory keeps up with either order. The rate in groups over that without them: :measured:`matmul-ladder-fp16:
+# large tiles in groups / large tiles at 2048` at 2048³, :measured:`matmul-ladder-fp16: large tiles in groups / large
 # tiles at 4096` at 4096³, :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³,
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. Real programs do not walk in
 # step, and what one has fetched may have left the cache when its neighbour comes for it. The small tiles fall back as
@@ -1170,14 +1171,15 @@ for n in (256, 512, 1024):
 
 # %%
 # That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave less than half
-# of the first, half of the second and not two thirds of the third. There ours was ahead of torch's by a tenth at 256³
-# and 512³, and behind by a twentieth at 1024³. (No record holds these, and they are of an H100.) The library's tiles
-# are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as at 512³ (below 8192 where the result
-# has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows). Each then reads little, and our rate there
-# is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too:
-# the first product waits for the first step to arrive. With steps of 64 numbers in place of 128 small products became
-# quicker by some per cent, up to a tenth where 16 rows met some thousand columns, as long as :math:`K` was below some
-# 1500; from some 2000 on, where the library changes over, it is the other way round. (No record holds these either.)
+# of the first, half of the second and not two thirds of the third. There ours was ahead of torch's by about a tenth at
+# 256³ and 512³, and behind by a twentieth at 1024³. (No record holds these, and they are of an H100.) The library's
+# tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as at 512³ (below 8192 where the
+# result has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows). Each then reads little, and our rate
+# there is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters,
+# too: the first product waits for the first step to arrive. With steps of 64 numbers in place of 128 small products
+# became quicker by some per cent, up to a tenth where 16 rows met some thousand columns, as long as :math:`K` was below
+# some 1500; from some 2000 on, where the library changes over, it is the other way round. (No record holds these
+# either.)
 #
 # And where does the time inside of a kernel go? We let the fifth rung write down the cycle counter of its
 # multiprocessor, at 1024³ on an H100. After 940 cycles the barriers were there, at 1900 the first copy started, and at
