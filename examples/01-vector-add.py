@@ -478,7 +478,8 @@ tg.codegen.inspect(tg.add, x, x)
 # The way from the source to these instructions has four stops, and at each of them the compiler says which line of the
 # source an instruction came from. *TTIR* is our kernel with the types written out: blocks are still blocks. *TTGIR*
 # says in `#blocked` which thread holds which elements of a block; here begins the GPU. *PTX* is what one thread does,
-# in NVIDIA's assembly for all its GPUs, and *SASS* what the multiprocessor of this one executes. Look for `tl.load`,
+# in NVIDIA's assembly for all its GPUs, and *SASS* what the multiprocessor of this one executes. (LLVM's own
+# representation, between the second and the third, is left out.) Look for `tl.load`,
 # and follow it through the stages, which stand beside the line on the web page and below it in a terminal.
 
 tg.codegen.listing(tg.add, x, x)
