@@ -105,7 +105,7 @@ torch.testing.assert_close(matmul_in_tiles(a, b, 16, 16, 32), a @ b)
 # First rung: one tile, all of K at once
 # --------------------------------------
 #
-# We climb to the library's kernel in three steps; two more, at the end, are for one GPU alone. The first one has no
+# We climb to the library's kernel in three steps; two more, further down, are for Hopper alone. The first one has no
 # loop at all. A program loads its rows and its columns whole and multiplies them with `tl.dot`, which is what reaches
 # the matrix unit. Their common side has to be at least 16 long, and the sums come out in float32. Two blocks of
 # indices, one turned into a column by `[:, None]` and one into a row by `[None, :]`, make a two-dimensional block of
@@ -265,9 +265,9 @@ for name, tiles in orders.items():
     print(f"{name}: the first 16 tiles need {of_a} strips of A and {of_b} of B, {of_a + of_b} together")
 
 # %%
-# Both orders have 16 results to show for it. The closer the running tiles are to a square, the fewer strips they need,
+# Both orders have 16 tiles to show for it. The closer the running tiles are to a square, the fewer strips they need,
 # as with a single tile: the group is a tile of tiles, and L2 is its memory. The same count for a GPU with 132
-# multiprocessors and 32 × 32 tiles, in the groups of 8 rows that the library uses:
+# multiprocessors and a result of 32 rows and 32 columns of tiles, in the groups of 8 rows that the library uses:
 
 for group in (1, 8):
     of_a, of_b = strips(order(32, 32, group)[:132])
@@ -294,9 +294,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 # output. Behind the sizes and the strides of both matrices stand the bias's stride and a batch of one matrix.
 
 
-def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
+def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4, dtype=None):
     (M, K), N, (m, n, k) = a.shape, b.shape[1], tile
-    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    out = torch.empty(M, N, dtype=dtype or a.dtype, device=a.device)
     grid = (triton.cdiv(M, m) * triton.cdiv(N, n),)
     sizes, blocks = (M, N, K, *a.stride(), *b.stride()), dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=group)
     options = dict(EVEN_K=K % k == 0, ALIGN_N=16 if N % 16 == 0 else 1, num_warps=num_warps)
@@ -381,11 +381,10 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   when the kernel is compiled, as often as the tuple is long. A stride of 0 repeats a matrix without copying it.
 # - `_wrapped(rows, M, ...)` replaces a mask. The last tiles reach past the end, and their surplus rows wrap round to
 #   rows that exist: the loads are valid, the products are computed and thrown away by the mask of the store. In the
-#   loop, where the time goes, nothing but the end of :math:`K` is left to check. It used to be `rows % M`. But a GPU
-#   has no instruction that divides integers, and all those divisions took a small product up to a tenth of its time,
-#   before the first load. A subtraction does, unless the whole matrix has fewer rows than a tile. Letting row 0 stand
-#   in for all surplus rows is simpler still, and was a mistake: hundreds of programs then ask one place in the L2
-#   cache for the same few bytes, and some products took half as long again. (No record holds that.)
+#   loop, where the time goes, nothing but the end of :math:`K` is left to check. `rows % M` would say the
+#   same, but a GPU has no instruction that divides integers; a subtraction does, unless the whole matrix has fewer rows
+#   than a tile. To let row 0 stand in for all surplus rows would be simpler still, but hundreds of programs would then
+#   ask one place in the L2 cache for the same few bytes.
 # - `a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak` is where a tile of :math:`A` lies. Element
 #   :math:`(m, k)` of any matrix is :math:`m` row strides and :math:`k` column strides behind the first, whether it is
 #   dense, cut out of a larger one or transposed, which exchanges the two. A step along :math:`K` is an addition to all
@@ -393,7 +392,7 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 # - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
 #   that addresses follow each other, and wrapping round hides that. If a size is a multiple of 16, which the launcher
 #   says with `ALIGN_M` and `ALIGN_N`, runs of 16 stay whole. Without the promise each number of :math:`B` is loaded by
-#   itself: when `my_matmul` once forgot it, large products took many times as long. (No record holds that.)
+#   itself.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
 #   is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs to 10 bits of
@@ -413,8 +412,8 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 # It agrees with torch on an awkward shape
 # ----------------------------------------
 #
-# No side is a multiple of anything useful, so every kind of edge occurs. Then the same with a matrix that lies
-# transposed in memory, which costs nothing but other strides.
+# No side is a multiple of anything useful, so every kind of edge occurs. Then the transposed product, for which
+# both lie transposed in memory; that takes nothing but other strides.
 
 a, b = torch.randn(257, 131, device=DEVICE).half(), torch.randn(131, 190, device=DEVICE).half()
 torch.testing.assert_close(my_matmul(a, b), a @ b)
@@ -461,11 +460,11 @@ torch.testing.assert_close(tuned_matmul(a, b), a @ b)
 print("chosen:", tuned_kernel.best_config.kwargs)
 
 # %%
-# The price is paid at the first launch for each key: every configuration is compiled and run many times. A model whose
+# The price is paid at the first launch for each key: every configuration is compiled, and run many times. A model whose
 # lengths change all the time would tune all the time, unless the key is a rounded length. The library does without. Its
-# `_config` is a rule of a few lines, made from measurements: nothing is tried in a first call, and everybody with the
-# same GPU gets the same kernel, with the same bits. There is more about tuning in the guide's chapter *"Hello, World!"
-# and the programming model*.
+# rules (`_config`, and on Hopper `hopper/matmul_plan.py`) were made from measurements: nothing is tried in a first
+# call, and everybody with the same GPU gets the same kernel, with the same bits. There is more about tuning in the
+# guide's chapter *"Hello, World!" and the programming model*.
 
 # %%
 # From a kernel to a function
@@ -476,8 +475,8 @@ print("chosen:", tuned_kernel.best_config.kwargs)
 # matrix unit would have nothing to do; it takes a small kernel of its own, which reads each number of the matrix once.
 # Where there are too few sums for the whole GPU it cuts them into parts. (On Hopper a row of 16-bit or 8-bit numbers
 # times a matrix with dense, aligned rows takes the third rung all the same, in tiles of 16 rows, whose loads suit it
-# better.) And `matmul` is differentiable, for which there is no new kernel to write. With :math:`G` for the gradient
-# that arrives,
+# better.) And `matmul` is differentiable, for which there is no new kernel to write. With :math:`L` for the loss
+# and :math:`G` for its gradient that arrives,
 #
 # .. math:: \frac{\partial L}{\partial A} = G B^{\mathsf T} \qquad \frac{\partial L}{\partial B} = A^{\mathsf T} G
 #
@@ -515,17 +514,18 @@ for shape in ((4096, 4096, 4096), (4096, 4096, 512)):
     print(f"{shape}: fused {fused / 2**20:.0f} MiB, separate {separate / 2**20:.0f} MiB, {separate / fused:.2f}×")
 
 # %%
-# For large :math:`K` the product hides part of this, since it is limited by arithmetic; the separate operations are
-# limited by memory, and their time comes on top.
+# These are factors of bytes and not of time. A product with a large :math:`K` is limited by arithmetic, whatever it
+# moves; but the separate operations are limited by memory, and their time comes on top.
 
 # %%
 # On Hopper, tiles travel by themselves
 # -------------------------------------
 #
 # In the kernel above each thread computes addresses and issues copies. NVIDIA's Hopper has an engine for that, the
-# *tensor memory accelerator* (TMA). A *tensor descriptor* tells it once where a matrix lies, how large it is and which
-# box is wanted; then one instruction fetches a whole tile, and what lies past the end of the matrix arrives as zeros.
-# No address, no mask, no register for either. This is the fourth rung; it asks for strides in multiples of 16 bytes:
+# *tensor memory accelerator* (TMA). A *tensor descriptor* tells it once where a matrix lies, how large it is and how
+# large a box to fetch at a time; then one instruction with the box's place fetches a whole tile, and what lies past the
+# end of the matrix arrives as zeros. No address, no mask, no register for either. This is the fourth rung; it asks for
+# strides in multiples of 16 bytes:
 
 # quote: triton_gallery.hopper.matmul._matmul_tma_kernel
 
@@ -551,15 +551,16 @@ torch.testing.assert_close(out, a @ b)
 
 # %%
 # The fifth rung changes who does what. In all kernels so far every warp does everything: it starts copies, waits for
-# them, multiplies and stores. In the last one, warps *specialise*: one group starts copies and nothing else, one to
-# three others multiply and store, and barriers in shared memory tell each side when a tile has come or may go. Copies
-# then never wait for an epilogue. `tl` has no words for this, so that kernel (`hopper/matmul_specialized.py`) is
-# written in Gluon, the lower-level language that Triton's compiler offers beside it. Tiles, order and epilogue are
-# those of this page, but that the rows of tiles are divided into groups of about the same size, some 12 where tiles
-# are 128 × 256. The library takes this kernel on Hopper for large products of 16-bit numbers, and of float8 if
-# :math:`B` lies transposed, and for smaller ones whose rows the third rung would have to load number by number; and it
-# takes the kernel above where Gluon is missing. For all else the third rung is there, and for vectors the small kernel
-# from above.
+# them, multiplies and stores. In the last one, warps *specialise*: one group of four warps, the *producer*, starts
+# copies and nothing else, one to three others, the *consumers*, multiply 64 rows of the tile each and store them, and
+# barriers in shared memory tell each side when a tile has come or may go. Copies then go on during an epilogue, until
+# all stages are full. `tl` can ask the compiler to part the warps, and cannot say which of them does what, so that
+# kernel (`hopper/matmul_specialized.py`) is written in Gluon, the lower-level language that Triton's compiler offers
+# beside it. Tiles, order and epilogue are those of this page, but that the rows of tiles are divided into groups of
+# about the same size, some 12 where tiles are 128 × 256. The library takes this kernel on Hopper for large products of
+# 16-bit numbers, and of float8 if :math:`B` lies transposed, and for smaller ones whose rows the third rung would have
+# to load number by number; and it takes the kernel above where Gluon is missing. For all else the third rung is there,
+# and for vectors the small kernel from above.
 
 # %%
 # How close to the matrix unit's limit?
@@ -682,11 +683,10 @@ for name, tile, programs, group in (
     print(f"{name:34}{programs * tile / n_strips:11.0f}{tile / 2:10.0f}")
 
 # %%
-# These are the best cases, with all running programs at the same step. Memory is not what holds the small tiles
-# back: their programs share so much that each byte from memory serves more than a hundred operations already. It is the
-# second door: L2 is faster than memory, but not ten times as much. Large tiles widen that door, which no order of tiles
-# can do. The order works at the first one. There it is worth most where the door is narrow, with larger matrices, a
-# smaller cache or a slower memory, so in this chart we should expect little of it.
+# These are the best cases, with all running programs at the same step. By this count it is the second door that holds
+# the small tiles back: L2 is faster than memory, but not ten times as much. Large tiles widen that door, which no order
+# of tiles can do. The order works at the first one. There it is worth most where the door is narrow, with larger
+# matrices, a smaller cache or a slower memory, so in this chart we should expect little of it.
 
 
 @tg.benchmark.perf_report(
@@ -723,21 +723,19 @@ ladder.plot()
 ladder
 
 # %%
-# The walk along :math:`K` lets the ladder reach every size, because what a program needs on the chip no longer grows
-# with :math:`K`. Speed comes with the large tile (its rate over that of the walk at 4096³:
-# :measured:`matmul-ladder-fp16: large tiles / a walk along K at 4096`), in two ways. It needs a quarter of the bytes
-# from L2. And on Hopper it gives us another instruction: `wgmma` multiplies 64 rows at a time, so tiles of 32 have to
-# make do with the older `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it has to
-# wait for them. As long as L2 holds all that is needed, in either order, the order of tiles decides little, and not
-# always for the better. The larger the matrices become, the more it gains, and more than we expected where the count
-# says that memory keeps up with either order. The rate in groups over that without them: :measured:`matmul-ladder-fp16:
-# large tiles in groups / large tiles at 2048` at 2048³, :measured:`matmul-ladder-fp16: large tiles in groups / large
-# tiles at 4096` at 4096³, :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³,
-# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. Real programs do not walk in
-# step, and what one has fetched may have left the cache when its neighbour comes for it. The small tiles fall back as
-# well (:measured:`matmul-ladder-fp16: a walk along K at 4096` at 4096³, :measured:`matmul-ladder-fp16: a walk along K
-# at 8192` at 8192³, where each matrix is larger than L2). To compare torch and the library, trust the sweep above,
-# which measures them in three rounds, in alternating order.
+# The walk along :math:`K` lets the ladder reach every size. Speed comes with the large tile (its rate over that of the
+# walk at 4096³: :measured:`matmul-ladder-fp16: large tiles / a walk along K at 4096`), in two ways. It needs a quarter
+# of the bytes from L2. And on Hopper it gives us another instruction: `wgmma` multiplies 64 rows at a time, so tiles of
+# 32 have to make do with the older `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it
+# has to wait for them. As long as L2 holds all that is needed, the order of tiles decides little: the rate in groups is
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 2048` of that row by row at 2048³ and
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` at 4096³. With larger matrices it gains
+# more than our count promised, :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³ and
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. The count has all programs in
+# step; real ones are not, and what one has fetched may have left the cache when its neighbour comes for it. The small
+# tiles fall back as well (:measured:`matmul-ladder-fp16: a walk along K at 4096` at 4096³,
+# :measured:`matmul-ladder-fp16: a walk along K at 8192` at 8192³, where each matrix is larger than L2). To compare
+# torch and the library, trust the sweep above, which measures them in three rounds, in alternating order.
 
 # %%
 # Over the ridge
@@ -768,8 +766,8 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # weights.
 #
 # Here a layer of 4096 outputs and 14336 inputs gets one row, then two, four and so on, and the rate is that of all
-# bytes. (From two rows on: 4096 outputs are 64 such tiles, too few for the GPU, so :math:`K` is cut in two, as we do
-# below the table.)
+# bytes. (From two rows to 256 there are too few tiles for the GPU, 64 of them up to 16 rows, so :math:`K` is cut in
+# two, as we do below the table.)
 
 
 @tg.benchmark.perf_report(
@@ -813,18 +811,21 @@ report_thin
 
 
 def matmul_in_parts(a, b, n_parts):
-    parts = [my_matmul(x, y).float() for x, y in zip(a.chunk(n_parts, dim=1), b.chunk(n_parts, dim=0), strict=True)]
-    return torch.stack(parts).sum(dim=0).to(a.dtype)
+    pairs = zip(a.chunk(n_parts, dim=1), b.chunk(n_parts, dim=0), strict=True)
+    parts = torch.stack([my_matmul(x, y, dtype=torch.float32) for x, y in pairs])
+    return parts.sum(dim=0).to(a.dtype)
 
 
 a, b = torch.randn(64, 512, device=DEVICE).half(), torch.randn(512, 64, device=DEVICE).half()
-torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-2, atol=1e-1)
+torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b)
 
 # %%
-# In the library the parts are one launch: each program computes one part of one tile. Programs could also add to the
-# result in memory, with atomic additions and without the second kernel; but then the order of the additions, and with
-# it the last bits, would change from run to run. On Hopper the second kernel is launched while the first one still
-# works, and waits on the GPU until it may read (*programmatic dependent launch*): then no launch lies between the two.
+# The library cuts :math:`K` on Hopper alone (and everywhere in products with a vector). There the parts are one launch:
+# each program computes one part of one tile. Programs could also add to the result in memory, with *atomic* additions,
+# between whose reading and writing no other program gets, and without the second kernel; but then the order of the
+# additions, and with it the last bits, would change from run to run. The second kernel is launched while the first one
+# still works, and waits on the GPU until it may read (*programmatic dependent launch*, the `PDL` of our kernel): then
+# no launch lies between the two.
 #
 # Large products have the same trouble at their end. Their tiles are computed in rounds, one for each multiprocessor,
 # and a last round of a few tiles takes as long as a full one. So on Hopper several programs *share* each tile of the
@@ -864,7 +865,7 @@ for n in (4352, 5120, 5632, 8192):
 # %%
 # At 8192³ the last round has 68 tiles, more than half of 132, and nobody shares.
 #
-# For this once a program waits for others of its launch, which have to run while it does. Nothing promises an order in
+# Here a program waits for others of its launch, which have to run while it does. Nothing promises an order in
 # which programs start, but it does not matter here: those that others wait for wait for nobody, and those that wait are
 # too few to keep them out, at most half as many as there are multiprocessors. (On page two all programs of a row wait
 # for each other, which takes a *cooperative* launch.) The sums have a price, some microseconds to write and to read
@@ -872,15 +873,13 @@ for n in (4352, 5120, 5632, 8192):
 # is more than what a round loses by not sharing.
 #
 # *Stream-K*, which the references name, goes further: programs get equal parts of all the work, which begin and end
-# within tiles. We tried this for the last round. A program then works on parts of two tiles, and what the second one
-# cost was more than the equal parts gained, unless the round was more than half full. There it was quicker than not to
-# share at some of the sizes that we tried. (These trials stand in no record.)
+# within tiles. A program may then work on parts of two tiles, of which each has its price.
 #
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
-# longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. The library does this for
-# single products of 16-bit numbers; batches of such matrices, and float8, take the third rung with narrow loads. The
-# result needs no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
+# longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. On Hopper the library does
+# this for single products of 16-bit numbers; batches of such matrices, and float8, take the third rung with narrow
+# loads. The result needs no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
 #
 # Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
 # 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. Most
@@ -1072,9 +1071,9 @@ report_drawn
 # Float32 on a matrix unit that takes 16 bits
 # -------------------------------------------
 #
-# float32 is what PyTorch's tensors begin as, and the matrix unit does not multiply it. It rounds it to TensorFloat-32,
-# with 10 bits of mantissa in place of 23, which torch allows only where one asks for it. The other way goes number by
-# number, through the units that also add and compare, at a fraction of the matrix unit's rate.
+# float32 is what PyTorch's tensors begin as, and NVIDIA's matrix units do not multiply it. They round it to
+# TensorFloat-32, with 10 bits of mantissa in place of 23, which torch allows only where one asks for it. The other way
+# goes number by number, through the units that also add and compare, at a fraction of the matrix unit's rate.
 #
 # There is a third way. A float32 number is exactly the sum of three bfloat16 numbers: the first 8 bits of its
 # significand, the next 8 and the last 8, each with an exponent of its own. `_three_bf16` takes them apart.
@@ -1098,8 +1097,8 @@ assert torch.equal(sum(parts), x)
 # .. math:: x y \approx x_0 y_0 + (x_0 y_1 + x_1 y_0) + (x_0 y_2 + x_1 y_1 + x_2 y_0)
 #
 # leaves out three terms. Together they are about :math:`2^{-24} x y` on average, as large as the largest error of
-# rounding one product, and at most some seven times that. All have the sign of :math:`x y`, since parts are cut and not
-# rounded. So six products of bfloat16 tiles make one of float32 (*bf16x6*). Each is exact, the unit adds them in
+# rounding one product, and at most nearly eight times that. All have the sign of :math:`x y`, since parts are cut and
+# not rounded. So six products of bfloat16 tiles make one of float32 (*bf16x6*). Each is exact, the unit adds them in
 # float32, and `dot` begins with the smallest. Six products at the rate of bfloat16 are quicker than one without the
 # matrix unit.
 #
@@ -1148,10 +1147,10 @@ tg.codegen.inspect(tg.matmul, a, b)
 # hand over most of theirs.) This is why a tile cannot grow for ever. Nothing is spilled to memory. (The column of
 # stages shows what the launch asks for; the kernel for Hopper places its stages itself, and has four.)
 #
-# Here is the same kernel line by line, for Ampere and a product of 1024³, for which tiles are 64 × 64 and a program has
-# four warps. In TTIR, `tl.dot` is one operation on whole tiles. TTGIR gives its operands a layout of their own,
-# `#ttg.dot_op`, and its sums another, `#mma`. In PTX `ldmatrix` brings the operands from shared memory in that layout,
-# and `mma.sync` multiplies 16 × 16 by 16 × 8 numbers at a time.
+# Here is the kernel of the table's first line, line by line, for Ampere and a product of 1024³, for which tiles are 64
+# × 64 and a program has four warps. In TTIR, `tl.dot` is one operation on whole tiles. TTGIR gives its operands a
+# layout of their own, `#ttg.dot_op`, and its sums another, `#mma`. In PTX `ldmatrix` brings the operands from shared
+# memory in that layout, and `mma.sync` multiplies 16 × 16 by 16 × 8 numbers at a time.
 
 a, b = torch.empty(2, 1024, 1024, dtype=torch.float16, device="meta")
 tg.codegen.listing(tg.matmul, a, b, target="sm_80")
@@ -1176,43 +1175,33 @@ for n in (256, 512, 1024):
 # tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as at 512³ (below 8192 where the
 # result has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows). Each then reads little, and our rate
 # there is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters,
-# too: the first product waits for the first step to arrive. With steps of 64 numbers in place of 128 small products
-# became quicker by some per cent, up to a tenth where 16 rows met some thousand columns, as long as :math:`K` was below
-# some 1500; from some 2000 on, where the library changes over, it is the other way round. (No record holds these
-# either.)
+# too, since the first product waits for the first step to arrive: with a :math:`K` below 2048, steps are 64 numbers
+# long, and beyond it 128.
 #
-# And where does the time inside of a kernel go? We let the fifth rung write down the cycle counter of its
-# multiprocessor, at 1024³ on an H100. After 940 cycles the barriers were there, at 1900 the first copy started, and at
-# 4000 its tile had come from memory. Sixteen steps along :math:`K` took 5000 cycles, and at 9900 the result had left.
-# Half was not multiplying. Before that it had been more: to find its tile, a program made four divisions, and its first
-# copy started 500 cycles later; others came behind every tile, while the matrix unit waited. Now the host passes an
-# inverse of each divisor, a multiplication takes the place of the division, and behind a tile it is done while the last
-# product is under way. Since we counted, a program looks for its first tile before it waits for the kernel ahead of it,
-# and starts its first copies as soon as one barrier is there: the others are made, and the warps part, while the copies
-# are under way. On an H100 that made 1024³ a twentieth quicker and 1536³ a fortieth. (None of this
-# stands in a record.)
+# And where does the time inside of a kernel go? By the cycle counter of a multiprocessor, the fifth rung multiplies for
+# half of its time at 1024³. (No record holds that.) Before, barriers are made, the warps part, and the first tile comes
+# from memory; behind, the result leaves. So a program does what it can at the same time: it starts its first copies as
+# soon as one barrier is there, and makes the others meanwhile. And it never divides to find its tile, which would cost
+# several hundred cycles: the host passes an inverse of each divisor to multiply by.
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, by
 # the fifth rung's kernel, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³
 # there would be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36
-# multiprocessors are idle, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1536`. (To share the 12
-# would take longer, it reckons.) At 1024³ one round needs small tiles of 64 × 128; still we are at
-# :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at :measured:`matmul-bf16: triton_gallery /
-# torch at 1024` in bfloat16.
+# multiprocessors are idle, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1536`. At 1024³ one round
+# needs small tiles of 64 × 128; still we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and
+# at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
-# tiles, and of clusters of two multiprocessors. We tried both. Triton's shapes are powers of two, so 96 columns are two
-# products, of 64 and of 32, and that lost again nearly all that the better number of tiles had gained. With 160
-# columns, as 128 and 32, it took a twentieth less time on an H100, for one more kernel to compile. In a cluster, one
-# copy brings a tile to both multiprocessors (Gluon has that since Triton 3.9). Of the sizes that we tried, products
-# from 6144³ on gained a little, and small ones, which start later by it, lost more. Where few multiprocessors read much
-# it gained most: 4528 × 672 × 12752, with its 108 tiles, took a seventh less time. (None of this stands in a record.)
+# tiles, and of *clusters* of two multiprocessors, to both of which one copy brings a tile. Triton's blocks are powers
+# of two, so that 96 columns would have to be two products, of 64 and of 32, which loses what the better number of tiles
+# gains. Clusters, which Gluon has since Triton 3.9, start later; of what we tried they helped most where few
+# multiprocessors read much, by a seventh at 4528 × 672 × 12752. (No record holds that.)
 #
-# Small tiles have one more trouble, and no cluster helps against it: shared memory. Hopper's matrix unit multiplies 64
-# rows at a time, and for each 64 rows it reads their numbers of :math:`A` and all of the tile's numbers of :math:`B`
-# from there, where a copy has written them before. Shared memory moves 128 bytes in a cycle. Let us count the cycles of
-# a step of 64 numbers along :math:`K`, for the matrix unit and for shared memory:
+# Small tiles have one more trouble: shared memory. Hopper's matrix unit multiplies 64 rows at a time, and for each 64
+# rows it reads their numbers of :math:`A` and all of the tile's numbers of :math:`B` from there, where a copy has
+# written them before. Shared memory moves 128 bytes in a cycle. Let us count the cycles of a step of 64 numbers along
+# :math:`K`, for the matrix unit and for shared memory:
 
 
 def cycles_of_a_step(rows, cols, step=64):  # of 16-bit numbers
@@ -1227,10 +1216,9 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
     print(f"{rows} × {cols}: {products:.0f} to multiply, {moves:.0f} to move")
 
 # %%
-# Only with the largest tile does shared memory keep up, just so; of the others it decides the rate. That is a count and
-# no measurement. But it agrees with what we saw of clusters: at 1536³ two multiprocessors with tiles of 192 × 128 asked
-# L2 for a fifth less than before, and but for the later start the time stayed what it was. So a product with few tiles
-# has to choose between idle multiprocessors and slow ones, and it is the finer choice that cuBLAS has.
+# Only with the largest tile does shared memory keep up, just so; of the others it sets a limit. That is a count and no
+# measurement. So a product with few tiles has to choose between idle multiprocessors and slow ones, and it is the finer
+# choice that cuBLAS has.
 #
 # Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
 #
@@ -1274,39 +1262,34 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # :measured:`matmul-long-fp16: triton_gallery / torch at 4096` there, the lowest of the sweep, at
 # :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, and at :measured:`matmul-long-fp16:
 # triton_gallery / torch at 65536` at the end. The parts go to memory in float32 and come back, and up to 8192 the tiles
-# are smaller than 128 × 128, so that fewer parts will do. What each of these costs we have not measured.
+# are smaller than 128 × 128, so that fewer parts will do.
 #
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
-# it that this pays: this time from 1023 on, in another run from 4095 on. Where it pads it is about even or ahead: our
-# rate is :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 1023` its rate at 1023³ and
+# it that this pays: here from 1023 on, and the trial may come out differently elsewhere. Where it pads it is about even
+# or ahead: our rate is :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 1023` its rate at 1023³ and
 # :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 2047` at 2047³, and we reach :measured:`matmul-odd-fp16:
 # triton_gallery / torch.compile at 4095` at 4095³ and :measured:`matmul-odd-fp16: triton_gallery / torch.compile at
 # 8191` at 8191³.
 #
-# A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best
-# other one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at
-# 2048³. In larger products the trip that they save weighs less: at 4096³ we are at
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` the best other one, at 8192³ at
-# :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. (Products of this size run at the limit of the GPU's
-# power, and a few per cent are the run's own.) While a tile is on its way out the matrix unit waits, so each
-# instruction of the activation counts: this one squares the inverse of a root, which the GPU has an instruction for,
-# and needs no division.
+# A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best other
+# one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at 2048³. In
+# larger products the trip that they save weighs less: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery /
+# peers at 4096` the best other one, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While a
+# tile is on its way out the matrix unit waits, so each instruction of the activation counts: this one squares the
+# inverse of a root, which the GPU has an instruction for, and needs no division.
 #
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` of torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
-# what chosen sizes hide. It showed us steps along :math:`K` that were too long for small tiles, groups of 8 rows where
-# a matrix has 9 rows of tiles, and a long :math:`K` that was not cut because no number divided it; and, in 32 × 3056 ×
-# 6976, that narrower tiles are better than parts: 96 tiles of 64 × 32 need no second kernel. The third rung's parts are
-# equal, multiples of 16 and at least 768 long: 16 × 32 × 15104 has room for 19, and of 944, its number of sixteens, 16
-# is the largest divisor below that. Where equal parts are too few, as for 2128 × 112 × 4432, the library now takes the
-# fifth rung, whose parts may begin anywhere. The three lowest that are left have tiles for a part of the GPU and much
-# to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one are empty. With
-# a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in most
-# that were drawn, and ahead in none by much; the last line above has the range. For one of them, 1040 × 944 × 352,
-# cuBLAS's kernel has 119 tiles of 64 × 136, one round, where most multiprocessors get two of our 64 × 64; the others we
-# have not looked into. (No record holds that.)
+# what chosen sizes hide. In 32 × 3056 × 6976, narrower tiles are better than parts: 96 tiles of 64 × 32 need no second
+# kernel. Of the :math:`K` of 2128 × 112 × 4432, no number makes enough equal parts that are multiples of 16, so the
+# library takes the fifth rung, whose parts may begin anywhere. The three lowest have tiles for a part of the GPU and
+# much to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one are empty.
+# With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in
+# most that were drawn, and ahead in none by much; the last line that is printed where they are drawn has the range. For
+# one of them, 1040 × 944 × 352, cuBLAS's kernel has 119 tiles of 64 × 136, one round, where most multiprocessors get
+# two of our 64 × 64; the others we have not looked into. (No record holds that.)
 
 # %%
 # Break it: forget the short group
@@ -1359,16 +1342,19 @@ except AssertionError as error:
 # the last group numbers its tiles as if it had 8 rows: some programs compute tiles below the matrix, whose stores are
 # masked, and the tiles on the right are nobody's. What stands there is whatever the memory held before. We had put NaN
 # there. In memory that is used again it may be the right result of an earlier call, and then the check against torch
-# passes, too. So we also test the order by itself, for many shapes: every tile must occur once.
+# passes, too. So we also test the order by itself, for many shapes: every tile of the matrix must occur, once. (To
+# count different tiles is not enough. Those of the broken order are all different, but some lie below the matrix.)
 
 for tiles_m, tiles_n, group in ((10, 7, 8), (9, 9, 4), (1, 5, 8), (3, 11, 2)):
-    assert len(set(order(tiles_m, tiles_n, group))) == tiles_m * tiles_n
+    every_tile = [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
+    assert sorted(order(tiles_m, tiles_n, group)) == every_tile
 
 # %%
 # Exercises
 # ---------
 #
-# 1. With 132 programs running at a time and 32 × 32 tiles, which group size needs the fewest strips? Use `order` and
+# 1. With 132 programs running at a time and 32 rows and 32 columns of tiles, which group size needs the fewest strips?
+# Use `order` and
 #    `strips`, and compare with :math:`\sqrt{132}`.
 # 2. Add the row sums of the result to `tiled_kernel`, as a second output. Each program knows only its own columns: how
 #    do the parts come together? (Hint: a first version may write one column of partial sums per column of tiles, and

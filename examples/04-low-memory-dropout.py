@@ -106,11 +106,11 @@ torch.testing.assert_close(stored_mask_dropout(x, keep, p=0.3), out)
 # the state, and the tenth number exists only after the ninth. Programs that run in any order cannot share such a
 # thing.
 #
-# A *counter-based* generator has no state. It is a function: give it a key (the seed) and a counter (which number),
-# and it returns bits that look random. Philox is such a function, and a short one. It treats the counter as four
-# words of 32 bits and mixes them ten times. In each round two words are multiplied by a constant; a product has 64
-# bits, and its upper half, which depends on every bit of the factor, is mixed with the other words and the key. This
-# is all of it, in Python:
+# A *counter-based* generator has no state. It is a function: give it a key (the seed) and a counter (which number), and
+# it returns bits that look random. Philox is such a function, and a short one. It treats the counter as four words of
+# 32 bits and mixes them ten times. In each round two of the words are multiplied, each by a constant of its own; a
+# product has 64 bits, and its upper half, which depends on every bit of the factor, is mixed with the other words and
+# the key. This is all of it, in Python:
 
 
 def philox(key, counter, n_rounds=10):
@@ -212,20 +212,18 @@ def my_dropout(x, p, seed):
 # - `tl.join(tl.join(a, c), tl.join(b, d))` interleaves the four words. Joining puts two blocks side by side in a new
 #   last dimension; read row by row, the result is :math:`a_0, b_0, c_0, d_0, a_1, \ldots`, and the next `tl.join` puts
 #   each word's twin behind it: one draw for each element in the order of the elements.
-# - `threshold` is :math:`p \cdot 2^{32}`, rounded to an integer. A draw is one of :math:`2^{32}` integers, all
-#   equally likely, and `threshold` of them are below it. So :math:`P(\text{draw} < \text{threshold})` is :math:`p` to
-#   the last of 32 bits, and the kernel rounds nothing. The comparison is unsigned, hence `tl.uint32`: as a signed
-#   number, a draw of :math:`2^{31}` or more would be negative.
+# - `threshold` is :math:`p \cdot 2^{32}`, rounded to an integer. So many of all draws are below it, and
+#   :math:`P(\text{draw} < \text{threshold})` is :math:`p` to the last of 32 bits, and the kernel rounds nothing. The
+#   comparison is unsigned, hence `tl.uint32`: as a signed number, a draw of :math:`2^{31}` or more would be negative.
 # - `is_full` parts the last block from the others. A mask that may end between any two elements would have the compiler
 #   load number by number, in all blocks. (Where `n_elements` is a multiple of 16 it knows better by itself.)
 # - `tl.where(keep, ..., 0.0)` selects. Multiplying by 0 or 1 instead would turn a dropped infinity into NaN.
 # - `seed` is an ordinary argument. Were it a `tl.constexpr`, each new seed would compile a new kernel, and without
-#   `do_not_specialize` the seeds 1 and 16 would, too. `seed_ptr` is for seeds that only the GPU knows, because an
-#   earlier kernel made them: the CPU never waits, and a CUDA graph, launches that are recorded once and started again
-#   as a whole, draws a new mask each time. It is None here,
-#   and the compiler removes the branch.
-# - `block_start` is a 64-bit number, and `tl.randint4x` spreads it over two words of the counter. With 32 bits the
-#   mask would start again after :math:`2^{35}` elements.
+#   `do_not_specialize` a seed of 1, or a multiple of 16, would, too. `seed_ptr` is for seeds that only the GPU knows,
+#   because an earlier kernel made them: the CPU never waits, and a CUDA graph, launches that are recorded once and
+#   started again as a whole, draws a new mask each time. It is None here, and the compiler removes the branch.
+# - `counters` are 64-bit numbers, since `block_start` is one, and `tl.randint4x` spreads them over two words of
+#   Philox's counter. With one word the mask would start again after :math:`2^{35}` elements.
 # - `scale: tl.float64` fixes the argument's type. A Python float would arrive as float32, too coarse for float64
 #   tensors.
 
@@ -234,7 +232,7 @@ def my_dropout(x, p, seed):
 # ----------------------------
 #
 # We compare with the Python version above, element by element, at a length that fills neither the last block nor the
-# last group of eight. The baseline kernel, given that mask, computes the same values.
+# last group of eight. The kernel with the stored mask, given this one, computes the same values.
 
 p, seed = 0.3, 2**40 + 7
 keep = torch.tensor(list(draws(seed, 10007))[:10007], device=DEVICE) >= round(p * 2**32)
@@ -484,9 +482,8 @@ report_fp16
 # Both passes, and what lies between them
 # ---------------------------------------
 #
-# A mask is written once and read once, and the forward pass shows only half of that. In a training step dropout reads
-# :math:`x` and writes :math:`\text{out}`, and later reads the incoming gradient and writes the outgoing one:
-# :math:`4s` bytes for each element, which we count for everyone. This time all providers have to remember what they
+# The forward pass shows only half of what a mask costs. Both passes together have to move :math:`4s` bytes for each
+# element, which we count for everyone. This time all providers have to remember what they
 # dropped. Between the passes torch has to keep a mask, a byte for each element, and so does `torch.compile`. We keep a
 # seed of eight bytes in all, and pay for it by running the generator in both passes.
 
@@ -558,7 +555,8 @@ tg.benchmark.roofline(report_fp32, points, title="Dropout, forward")
 
 # %%
 # Both points are at the slope. But these are operations on 32-bit integers, which the matrix unit does not have, and
-# their own roof is far below the flat part. Eight times as much arithmetic, one call for each element, would hit it.
+# their own roof is far below the flat part. One call for each element, eight times as much arithmetic, hits it: that
+# was the third version.
 
 # %%
 # What the compiler made of it
@@ -588,14 +586,13 @@ for each in (report_fp32, report_fp16, report_both):
 # In float32 a mask is one byte in nine, in float16 one in five, so storing none pays more the narrower the type is.
 # (The mask is not all that holds torch back: its kernel is at :measured:`dropout-fp32: torch / limit at 268435456` and
 # :measured:`dropout-fp16: torch / limit at 268435456` of a copy, where the mask would leave eight ninths and four
-# fifths.) The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32, and drawing
-# one number per call instead of eight would make this kernel compute-bound. With 65536 elements we are level with a
-# copy, so the start of a kernel is all there is to see of ours, and run at :measured:`dropout-fp32: triton_gallery /
-# torch at 65536` torch's rate (why torch takes longer there we have not looked into); with 2²⁸ we reach
-# :measured:`dropout-fp32: triton_gallery / torch at 268435456` in float32 and
-# :measured:`dropout-fp16: triton_gallery / torch at 268435456` in float16. In float32 that is
-# :measured:`dropout-fp32: triton_gallery / limit at 268435456` of a copy, in float16
-# :measured:`dropout-fp16: triton_gallery / limit at 268435456`.
+# fifths.) The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32. With 65536
+# elements we are level with a copy, so the start of a kernel is all there is to see of ours, and run at
+# :measured:`dropout-fp32: triton_gallery / torch at 65536` torch's rate (why torch takes longer there we have not
+# looked into); with 2²⁸ we reach :measured:`dropout-fp32: triton_gallery / torch at 268435456` in float32 and
+# :measured:`dropout-fp16: triton_gallery / torch at 268435456` in float16. In float32 that is :measured:`dropout-fp32:
+# triton_gallery / limit at 268435456` of a copy, in float16 :measured:`dropout-fp16: triton_gallery / limit at
+# 268435456`.
 
 # %%
 # Break it: count within the block

@@ -77,7 +77,8 @@ for S in (512, 2048, 8192, 16384):
 # The two products could be joined tile by tile, as page three would do it, were it not for the softmax in between. It
 # needs the maximum and the sum of a whole row of scores before it can give out the first probability. Page two met the
 # way out, the online softmax. Here it carries a third value along. Let us look at one query :math:`q`, with scores
-# :math:`s_j = \sigma \, q \cdot k_j` and values :math:`v_j`, in five short steps.
+# :math:`s_j = \sigma \, q \cdot k_j` and values :math:`v_j`, in five short steps. (The sum, which page two calls
+# :math:`s`, is :math:`\ell` here.)
 #
 # *One.* Its output is a quotient of two sums, and any number :math:`c` may be taken off all the exponents, since the
 # factor :math:`e^{-c}` cancels:
@@ -114,8 +115,9 @@ for S in (512, 2048, 8192, 16384):
 #
 # A query keeps :math:`m`, :math:`\ell` and the :math:`D` numbers of :math:`a`. None of this grows with the length of
 # the sequence. (The programming guide has a chapter, *From softmax to flash attention*, that gets here one key at a
-# time.) Below are the five steps for all queries at once. The names are those of the kernels to come: `row_max` is
-# :math:`m`, `row_sum` is :math:`\ell`, `acc` is :math:`a` and `rescale` is :math:`r`.
+# time. Its :math:`x` and :math:`s` are our :math:`s` and :math:`\ell`.) Below are the five steps for all queries at
+# once. The names are those of the kernels to come: `row_max` is :math:`m`, `row_sum` is :math:`\ell`, `acc` is
+# :math:`a` and `rescale` is :math:`r`.
 
 
 def tiled_attention(q, k, v, block=32):
@@ -332,7 +334,7 @@ plt.show()
 # quote: triton_gallery.attention._attention_fwd_kernel
 
 # %%
-# The launcher turns the causal mask into limits, and `scale` into a number. How it launches is an argument, so that we
+# The launcher turns the causal mask into limits, and computes the scale. How it launches is an argument, so that we
 # can watch the kernel below.
 
 
@@ -632,8 +634,7 @@ for is_causal in (False, True):
 # Like torch's `scaled_dot_product_attention`, `triton_gallery.attention` has `is_causal`, `scale` and `enable_gqa`. It
 # has a `window`, a `causal_alignment` and `return_lse` besides, and no dropout and no mask of your own. It takes any
 # strides, any lengths, and head dimensions up to 256. The sizes of the tiles are a rule in its source, from
-# measurements, as on page three. (Like torch's, it does not take float8. Both products could take half the time then,
-# but three bits of mantissa are few for probabilities and values, and how much may be lost is for the caller to say.)
+# measurements, as on page three.
 # All three gradients agree with torch's on the awkward shape:
 
 for options in ({"is_causal": True}, {"scale": 0.3}):
@@ -681,16 +682,17 @@ except ValueError as error:
 # Triton itself, `tl.range(..., warp_specialize=True)` asks the compiler to divide the work of a loop. So far it does
 # that for simple loops, on Blackwell.)
 #
-# - One group of warps, the *producer*, does nothing but start copies of :math:`K` and :math:`V` from memory into
-#   shared memory. Two or three other groups, the *consumers*, own 64 queries each and do the arithmetic. Barriers in
-#   shared memory tell a consumer that a tile has arrived, and the producer that its place is free again.
+# - One group of warps, the *producer*, does nothing but start copies of :math:`Q`, :math:`K` and :math:`V` from memory
+#   into shared memory. Two or three other groups, the *consumers*, own 64 queries each and do the arithmetic. Barriers
+#   in shared memory tell a consumer that a tile has arrived, and the producer that its place is free again.
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
 #   own product.
-# - Here the keys are walked from the diagonal backwards. Where query 0 stands at key 0, tiles of queries divide those
-#   of keys, and only the first tile of a walk can need a mask. It holds at least one key that is allowed to each query,
-#   so the mask alone leaves no query without a reference. Other alignments and windows are compiled as another kernel
-#   from the same source, which walks from the upper limit to the lower one, with masks at both ends.
+# - Here the keys are walked from the diagonal backwards. Where query 0 stands at key 0, the 64 queries of a consumer
+#   lie within one tile of keys, so only the first tile of its walk can need a mask. It holds at least one key that is
+#   allowed to each query, so the mask alone leaves no query without a reference. Other alignments and windows are
+#   compiled as another kernel from the same source, which walks from the upper limit to the lower one, with masks at
+#   both ends.
 # - A shape is a power of two, and a head dimension like 80 is none. Its rows lie in shared memory as 128 columns: the
 #   tensor memory accelerator knows where a row of the tensor ends, and fills in zeros. The products leave them out. The
 #   scores are two products, over 64 columns and over 16, added up in the same registers, and the output has two such
@@ -702,15 +704,15 @@ except ValueError as error:
 #
 # The backward kernel makes one walk and five products. A program owns 128 keys and adds up their :math:`dK` and
 # :math:`dV` in registers. Each tile's share of :math:`dQ` goes to memory, to a float32 sum that other programs add to
-# as well, by atomic additions. Their order is whatever happens, floating-point addition depends on the order, and so
-# :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do not.
+# as well, by atomic additions. So :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do
+# not.
 #
 # Two more kernels sum nothing in memory. In one of them a program owns 128 queries and keeps their :math:`dQ` in
 # registers while it walks along the keys, as the forward kernel does. In the other it owns 64 keys, and the registers
-# of one warp group cannot hold :math:`dK` and :math:`dV` of long rows together. So the two consumers divide the work:
-# one computes the probabilities and adds up :math:`dV`, and hands them through shared memory to the other one, which
-# computes :math:`dS` and adds up :math:`dK`. Each of the two walks needs :math:`S` and :math:`dP`, which makes seven
-# products. They serve rows of more than 128 numbers, and the first of them is a way to the same bits every time.
+# of one consumer cannot hold :math:`dK` and :math:`dV` of long rows together. So the two divide the work: one computes
+# the probabilities, hands them to the other one through shared memory, and adds up :math:`dV`; the other one computes
+# :math:`dS` and adds up :math:`dK`. Each of the two walks needs :math:`Q K^{\mathsf T}` and :math:`dP`, which makes
+# seven products. They serve rows of more than 128 numbers, and the first of them is a way to the same bits every time.
 # Whoever needs those says so in torch's own words: after `torch.use_deterministic_algorithms(True)`, the kernel with
 # the one walk leaves :math:`dQ` out, and that of the queries makes it, which is seven products as well. (Without a GPU
 # it is always the two walks from further up.)
@@ -772,8 +774,8 @@ for name, size in n_bytes.items():
     print(f"{name + ':':22} {size / 2**30:4.1f} GiB, {flops / size:3.0f} operations per byte")
 
 # %%
-# The first line and the third are equal, and this is no accident: both numbers of operations per byte are 64, once as
-# half of the head dimension and once as the number of queries in a tile. The small kernel even moves twice as much.
+# The first line and the third are nearly equal: both come to about 64 operations per byte, once as half of the head
+# dimension and once as the number of queries in a tile. The small kernel even moves twice as much.
 # What changes after the first version is *where* the bytes come from. Scores come from memory. Keys and values come
 # from the L2 cache, since many programs read the same ones at about the same time. Only larger tiles make the bytes
 # fewer.
@@ -838,9 +840,8 @@ ladder
 # for fewer stages, fewer programs share a multiprocessor, eight warps instead of four meet at every tile of keys, and
 # there is less other work to turn to.
 #
-# What remains is waiting. The warps of our kernel multiply, then take exponentials, then multiply again, and while they
-# do the one, the unit for the other has nothing to do. On Hopper the last step of the library is the division of labour
-# that the section above describes. It saves no operation. It lets both units work at the same time.
+# What remains is waiting: products and exponentials take turns. On Hopper the last step of the library is the division
+# of labour that the section above describes. It saves no operation, and lets both units work at the same time.
 
 # %%
 # At the rate of a matrix product?
@@ -1345,18 +1346,20 @@ tg.benchmark.roofline(report, points, title="Attention, head dimension 128, floa
 # What the compiler made of it
 # ----------------------------
 #
-# The forward pass for four GPUs. The accumulator, the scores and the statistics of a tile have to fit into registers,
-# while shared memory holds the queries and the tiles of keys and values that are on their way.
+# The forward pass for four GPUs. The accumulator, the scores and the statistics of a tile have to fit into registers
+# (on Blackwell the sums of products have a memory of their own), while shared memory holds the queries and the tiles of
+# keys and values that are on their way.
 
 q_meta, k_meta, v_meta = torch.empty(3, 1, 16, 4096, 128, dtype=torch.float16, device="meta")
 tg.codegen.inspect(tg.attention, q_meta, k_meta, v_meta, is_causal=True)
 
 # %%
 # On sm_90 the row is that of the Gluon kernel: its warps include the producer's, its loads are TMA copies, and its
-# products are `wgmma`, which a whole group of warps issues together. The other rows are the kernel quoted above:
-# `mma` on Ampere's matrix units, `tcgen05` on Blackwell's, `mfma` on AMD's.
+# products are `wgmma`, which a whole group of warps issues together. (It has two stages; the column shows what the
+# launch asks for.) The other rows are the kernel quoted above: `mma` on Ampere's matrix units, `tcgen05` on
+# Blackwell's, `mfma` on AMD's.
 #
-# The machine code of this kernel is long, so we show it line by line as far as TTGIR. A layout says which thread holds
+# The machine code of this kernel is long, so its listing ends with TTGIR. A layout says which thread holds
 # what. The two `tl.dot` of the loop leave their sums in the layout `#mma`; on the way from one to the other, the
 # probabilities change theirs by `ttg.convert_layout`, an exchange between threads wherever one does not hold what the
 # next product expects of it.
@@ -1378,15 +1381,16 @@ print(decode_report.summary())
 # the forward curves with head dimension 64 are lower again, cuDNN's, too; the cause we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
-# :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count:
+# :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count. That is the
+# backward pass. The forward pass with head dimension 128 leaves out the quarter of a tile on the diagonal that its
+# upper 64 queries do not see, and has half the surplus:
 
 for seq_len in (512, 1024, 4096, 16384):
     n = seq_len // 128
-    print(f"{seq_len:5} positions, tiles of 128: {(n + 1) / n - 1:5.1%} more work than what is credited")
+    print(f"{seq_len:5} positions: backward {1 / n:5.1%} more work than what is credited, forward {1 / (2 * n):5.1%}")
 
 # %%
-# So every causal curve begins low, and for ours little of the difference is left at 16384. (Smaller tiles along the
-# diagonal, which Triton's own tutorial has in its backward pass, would compute less in vain, in more rounds.) Against
+# So every causal curve begins low, and for ours little of the difference is left at 16384. Against
 # cuDNN, with 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 # 4096` without a mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
 # the schedule of long and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
@@ -1399,8 +1403,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # and at :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about
 # even with cuDNN's with head dimension 128, from :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst`
 # to :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`. With 64 they are ahead, but with 4096
-# positions at :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at 4096`: this point was the lowest each time
-# we measured, by more or by less, and we have not found out why.
+# positions at :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at 4096`; why, we do not know.
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
@@ -1428,14 +1431,13 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions, and
 # by little with 1024, it is the quicker one of our two, at :measured:`attention-bwd-deterministic-fp16: triton_gallery
 # deterministic / triton_gallery at 512` and :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
-# triton_gallery at 1024`; the library does not look at the length. The default stays what it is in torch, with last
-# bits of :math:`dQ` that may vary. (The summary below has the ratios of this default to all others, also to the
-# deterministic ones.)
+# triton_gallery at 1024`; the library does not look at the length. (The summary below has the ratios of this default to
+# all others, also to the deterministic ones.)
 #
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
 # FlexAttention's rate.
 #
-# In float32 a product of tiles is six of bfloat16. So the forward pass runs at
+# In float32 a product of tiles is six of bfloat16. The forward pass runs at
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at worst` to
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at best` the rate of torch's own kernel, and the
 # backward pass at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at worst` to
@@ -1448,7 +1450,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for
 # each exponential where the forward pass has two. But it has more tiles to keep at a time, in registers and shared
-# memory, and :math:`dQ` has to travel to memory and back, and this weighs more. These are the other sweeps:
+# memory, and :math:`dQ` has to travel to memory and back. These are the other sweeps:
 
 for sweep_of, report in reports.items():
     if sweep_of not in (("fwd", 128, False), ("fwd", 128, True)):
@@ -1520,6 +1522,7 @@ check(masked_attention(q1, k1, v1, window, first_max=lowest), window)
 # Another popular remedy is to fill with a large negative number, and not with :math:`-\infty`. It passes, too, until a
 # query has no key at all: 113 queries, 90 keys, the last query at the last key.
 
+check(masked_attention(q1, k1, v1, window, fill=-1e6), window)
 k1, v1 = k1[:90], v1[:90]
 late = torch.ones(113, 90, dtype=torch.bool, device=DEVICE).tril(90 - 113)
 out = masked_attention(q1, k1, v1, late, first_max=lowest, fill=-1e6)
@@ -1604,12 +1607,12 @@ assert (short_first[0], long_first[0]) == (12, 9) and sum(range(1, 9)) == 4 * 9
 # Solution 3: a bias that falls with the distance
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# One line changes: the one that makes `s`. (In the kernels, full tiles need the columns and rows for it as well, which
-# are now computed for masked ones only. The scale is applied later, so the bias has to be divided by it, and in the
-# kernel for :math:`dK` and :math:`dV` it has to be transposed.) The backward pass makes `s` again and needs that line
-# for the same probabilities. The bias depends on no input, so :math:`\partial s / \partial q` and everything behind it
-# is as before; and :math:`\delta_i = dO_i \cdot O_i` follows from :math:`O = P V` alone, whatever :math:`P` was made
-# of. Here are both loops of this page with the line, against autograd.
+# One line changes: the one that makes `s`. (In the kernels, full tiles need the columns as well, or the rows in the
+# kernel for :math:`dK` and :math:`dV`, which are now computed for masked ones only. The scale is applied later, so the
+# bias has to be divided by it, and in the kernel for :math:`dK` and :math:`dV` it has to be transposed.) The backward
+# pass makes `s` again and needs that line for the same probabilities. The bias depends on no input, so :math:`\partial
+# s / \partial q` and everything behind it is as before; and :math:`\delta_i = dO_i \cdot O_i` follows from :math:`O = P
+# V` alone, whatever :math:`P` was made of. Here are both loops of this page with the line, against autograd.
 
 
 def biased_scores(q, k, first_key, beta):

@@ -1090,9 +1090,9 @@ def attention(
         p_{ij} = e^{s_{ij} - \text{lse}_i}, \quad s_{ij} = \text{scale} \cdot q_i \cdot k_j, \quad
         \text{lse}_i = \log \sum_{j \in A_i} e^{s_{ij}}
 
-    A query sits at position :math:`p_i = i` among the keys, or at :math:`p_i = i + \text{seq_k} - \text{seq_q}` with
+    A query sits at position :math:`t_i = i` among the keys, or at :math:`t_i = i + \text{seq_k} - \text{seq_q}` with
     bottom-right alignment. The keys :math:`A_i` allowed to it are all keys; with `is_causal` those with
-    :math:`j \le p_i`; with ``window=(left, right)`` those with :math:`p_i - \text{left} \le j \le p_i + \text{right}`.
+    :math:`j \le t_i`; with ``window=(left, right)`` those with :math:`t_i - \text{left} \le j \le t_i + \text{right}`.
     With both, both rules hold.
 
     Args:
@@ -1132,8 +1132,8 @@ def attention(
         float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
         Hopper, and so may the output and the gradients be.
 
-        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key and scale is
-        positive, and so does their backward pass where the larger head_dim is more than 16. With rows of up to 128
+        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so
+        does their backward pass where the larger head_dim is more than 16. With rows of up to 128
         numbers it keeps the gradient of q in float32 and adds it up in no fixed order.
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.

@@ -46,7 +46,8 @@ def _grouped_tile(i, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Row and column of the i-th output tile: down GROUP_M rows of tiles, then one column to the right, and so on."""
     group = i // (GROUP_M * tiles_n)
     first_m = group * GROUP_M
-    # The last group may have fewer rows of tiles. Without this minimum some tiles are computed twice and others never.
+    # The last group may have fewer rows of tiles. Without this minimum some programs get tiles below the matrix, and
+    # some tiles get no program.
     rows = tl.minimum(tiles_m - first_m, GROUP_M)
     within = i % (GROUP_M * tiles_n)
     return first_m + within % rows, within // rows
