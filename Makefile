@@ -36,12 +36,12 @@ help:  ## List these commands
 html: $(or $(INSTALLED),check-site)  ## Execute the pages that changed and build the site into build/html
 	$(SPHINX) docs build/html
 
-html-fast: $(or $(INSTALLED),check-site) $(WRONG_PAGE)  ## Build the site without executing pages; with PAGE=..., execute that one
+html-fast: $(WRONG_PAGE) $(or $(INSTALLED),check-site)  ## Build the site without executing pages; with PAGE=..., execute that one
 	$(DRAFT) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) docs build/html
 
 page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
 
-serve: $(or $(INSTALLED),check-serve) $(WRONG_PAGE)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
+serve: $(WRONG_PAGE) $(or $(INSTALLED),check-serve)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
 	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) -A live=1 $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE)) \
 	  --watch examples --watch src --ignore "*/_generated/*" --ignore "*/tutorials/*" --ignore "*/python-api/generated/*" \
 	  --ignore "*/__pycache__/*" --port 8000 docs build/html

@@ -134,9 +134,9 @@ print(f"{math.log(torch.finfo(torch.float16).max):.1f} in float16")
 # The kernel that the library runs
 # --------------------------------
 #
-# This is the safe kernel, as `triton_gallery.softmax` runs it on rows of up to 1024 columns (but for many rows of
-# odd lengths, of which below). A program owns a *tile* of
-# whole rows. (The hardware's own exponential is that of two; `_exp` tells why it matters.)
+# This is the safe kernel, as `triton_gallery.softmax` runs it on rows of up to 1024 columns (but for many rows of odd
+# lengths, of which below). A program owns a *tile* of whole rows. (The hardware's own exponential is that of two;
+# `_exp` tells why it matters.)
 
 # quote: triton_gallery.softmax._exp
 # quote: triton_gallery.softmax._softmax_fwd_kernel

@@ -294,9 +294,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 # output. Behind the sizes and the strides of both matrices stand the bias's stride and a batch of one matrix.
 
 
-def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4, dtype=None):
+def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
     (M, K), N, (m, n, k) = a.shape, b.shape[1], tile
-    out = torch.empty(M, N, dtype=dtype or a.dtype, device=a.device)
+    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
     grid = (triton.cdiv(M, m) * triton.cdiv(N, n),)
     sizes, blocks = (M, N, K, *a.stride(), *b.stride()), dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=group)
     options = dict(EVEN_K=K % k == 0, ALIGN_N=16 if N % 16 == 0 else 1, num_warps=num_warps)
@@ -812,7 +812,7 @@ report_thin
 
 def matmul_in_parts(a, b, n_parts):
     pairs = zip(a.chunk(n_parts, dim=1), b.chunk(n_parts, dim=0), strict=True)
-    parts = torch.stack([my_matmul(x, y, dtype=torch.float32) for x, y in pairs])
+    parts = torch.stack([my_matmul(x.float(), y.float()) for x, y in pairs])  # whose results are float32
     return parts.sum(dim=0).to(a.dtype)
 
 

@@ -702,12 +702,12 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # from above, which joined the lanes of a program, joins programs. A part has up to 4 KiB, and its program a single
 # warp, of which a multiprocessor holds twelve. That leaves each of them a twelfth of the registers, and there it keeps
 # weight and bias: all of its rows share them. To load both again for each row would take twice as many bytes as `x`
-# has from the L2 cache, and keeps the longest rows far below a copy's rate.
+# has from the L2 cache, and would keep the longest rows far below a copy's rate.
 #
 # The order of the first loads counts, too. A program asks for its part of the first row, then for the weight, the
-# second row, the bias and the third row. If it asked for three rows and then for both, these would
-# come last. Nothing could be written before all rows are there, and no further row is asked for before one is written:
-# the memory would stand still meanwhile.
+# second row, the bias and the third row. If it asked for the three rows first, weight and bias would come last. Nothing
+# could be written before all rows are there, and no further row would be asked for before one is written: the memory
+# would stand still meanwhile.
 
 
 @tg.benchmark.perf_report(

@@ -1378,7 +1378,7 @@ print(decode_report.summary())
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
 # curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
 # and its division and store at the end, which a short walk along the keys pays for more often. At 16384 positions
-# the forward curves with head dimension 64 are lower again, cuDNN's, too; the cause we have not measured.
+# our forward curve with head dimension 64 is lower again, and cuDNN's, too; the cause we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count. That is the
@@ -1390,20 +1390,21 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions: backward {1 / n:5.1%} more work than what is credited, forward {1 / (2 * n):5.1%}")
 
 # %%
-# So every causal curve begins low, and for ours little of the difference is left at 16384. Against
-# cuDNN, with 4096 positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
-# 4096` without a mask and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
-# the schedule of long and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`: clocks move between two sweeps.) Short
-# sequences are about even or a little behind: with head dimension 64 at worst at :measured:`attention-fwd-d64-fp16:
-# triton_gallery / cuDNN at worst` and, with a mask, at :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN
-# at worst`, and with 128 and a mask at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 512` with
-# 512 positions. From 2048 positions on all are ahead. The backward passes with a mask begin with the longest tiles, and
-# are at worst at :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128
-# and at :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about
-# even with cuDNN's with head dimension 128, from :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst`
-# to :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`. With 64 they are ahead, but with 4096
-# positions at :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at 4096`; why, we do not know.
+# So every causal curve begins low, and for ours little of the difference is left at 16384. Against cuDNN, with 4096
+# positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a mask
+# and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of long
+# and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`; what differs between the two sweeps we have
+# not looked into.) Short sequences are about even or a little behind: with head dimension 64 at worst at
+# :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask, at
+# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and with 128 and a mask at
+# :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 512` with 512 positions. From 2048 positions on
+# all are ahead. The backward passes with a mask begin with the longest tiles, and are at worst at
+# :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
+# :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about even
+# with cuDNN's with head dimension 128, from :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to
+# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`. With 64 they are ahead, but with 4096 positions
+# at :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at 4096`; why, we do not know.
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,

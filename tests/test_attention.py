@@ -460,6 +460,10 @@ def test_each_tensor_has_its_own_strides(device):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_output_and_gradients_keep_the_order_of_dimensions(order, device):
+    x = torch.empty(2, 1, 5, 8, device=device).expand(2, 3, 5, 8)
+    for like in (x, x.transpose(1, 2), x.transpose(0, 1)):
+        assert tg.attention(like, like, like).stride() == torch.empty_like(like).stride()
+
     def ordered(x):
         x = x.permute(*order, 3).contiguous()
         return x.permute(*(order.index(d) for d in range(3)), 3)

@@ -122,6 +122,7 @@ def test_run_writes_a_record_that_loads_again(fake_gpu, tmp_path, monkeypatch):
     assert loaded.record == report.record and not loaded.live
     assert loaded.record["inputs"] == "bench_softmax(N=x, M=8), torch.manual_seed(0), 1 round(s)"
     assert loaded.record["command"] == "make record"
+    assert [file.name for file in (tmp_path / "nvidia-h200").iterdir()] == ["softmax-fp16.json"]
     text = (tmp_path / "nvidia-h200" / "softmax-fp16.json").read_text(encoding="utf-8")
     assert sum('"median"' in line for line in text.splitlines()) == len(report.record["rows"]) == 6
 

@@ -310,6 +310,10 @@ SELECTED = {
         lambda x: tg.attention(*[x.view(-1, 2, 2, 4)] * 3, is_causal=True),
         lambda x: F.scaled_dot_product_attention(*[x.view(-1, 2, 2, 4)] * 3, is_causal=True),
     ),
+    "attention, n batches between": (
+        lambda x: tg.attention(*[x.view(2, -1, 2, 4).transpose(0, 1)] * 3),
+        lambda x: F.scaled_dot_product_attention(*[x.view(2, -1, 2, 4).transpose(0, 1)] * 3),
+    ),
     "attention, n keys": (
         lambda x: tg.attention(x.new_ones(1, 3, 16), x[None], x[None]),
         lambda x: (x.new_ones(1, 3, 16) @ x.mT / 4).softmax(-1) @ x,

@@ -6,6 +6,7 @@ the address and the picture in each page's head, need to know where the site wil
 
 import html
 import re
+import sys
 import textwrap
 import urllib.parse
 from pathlib import Path
@@ -76,8 +77,11 @@ def _page_context(app, pagename, templatename, context, doctree) -> None:
 def _picture_shows():
     from gallery import report
 
-    reports = [report(name) for name in PICTURE_SHOWS]
-    return next((found for found in reports if not found.outdated), reports[0])
+    try:
+        return next((found for found in map(report, PICTURE_SHOWS) if not found.outdated), report(PICTURE_SHOWS[0]))
+    except ValueError as error:
+        # As in gallery.py: Sphinx would print this one line amid fifty of its own stack.
+        sys.exit(str(error))
 
 
 def draw_picture(path: Path) -> None:

@@ -147,9 +147,10 @@ def draw_readme_picture(file: Path) -> None:
     import matplotlib.pyplot as plt
 
     # Without dates and random names, so that the same record gives the same file.
-    plt.rcParams["svg.hashsalt"] = "triton-gallery"
-    found.plot()
-    plt.savefig(file, metadata={"Date": None, "Description": found.provenance()})
+    with plt.rc_context({"svg.hashsalt": "triton-gallery"}):
+        found.plot()
+        plt.savefig(file, metadata={"Date": None, "Description": found.provenance()})
+    plt.close()
 
 
 def measuring(examples: Path | None = None, guide: Path | None = None) -> dict[str, str]:
@@ -457,8 +458,8 @@ def seed(gallery_conf: dict, page: str) -> None:
 
 def _build_finished(app, exception) -> None:
     # A page's fault is reported when the page is read. The next build would read only what changed, and say nothing of
-    # it; without this file it reads everything.
-    if app._warncount:
+    # it; without this file it reads everything. (While somebody writes, each change is a build.)
+    if app._warncount and not app.config.html_context.get("live"):
         (Path(app.doctreedir) / "environment.pickle").unlink(missing_ok=True)
 
 
@@ -501,7 +502,7 @@ def main() -> None:
             sys.stdout.write(generate(args.page, keep_references=args.keep_references))
     except PageError as error:
         sys.exit(f"examples/{error}")
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
 
 

@@ -4,7 +4,7 @@
     python docs/_ext/preflight.py site      and do torch and Triton fit, and is all there that the site needs?
     python docs/_ext/preflight.py serve     the same for serving it while it is written
     python docs/_ext/preflight.py tests     the same for the tests
-    python docs/_ext/preflight.py gpu       the same for measuring, and is there a GPU?
+    python docs/_ext/preflight.py gpu       the same for measuring, and will kernels run on a GPU?
 
 It runs on any Python 3, so that an old one gets to say that it is old.
 """

@@ -794,8 +794,17 @@ def _fits_hopper(q, k, v, scale: float, lower: int | None, upper: int | None) ->
 
 def _empty_as(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Memory shaped as x but for head_dim, which is innermost; its other dimensions are in x's order."""
-    # The largest stride is the outermost dimension's. An expanded dimension, whose stride is 0, has no place in x.
-    order = sorted(range(3), key=lambda d: x.stride(d) or sys.maxsize, reverse=True)
+    # Outermost first, sorted by hand: two strides change places only where it is known that they have to. As in
+    # `torch.empty_like`, an expanded dimension, whose stride is 0, stays where it is.
+    order, strides = [0, 1, 2], x.stride()
+    for last in (1, 2):
+        for i in range(last, 0, -1):
+            outer, inner = strides[order[i - 1]], strides[order[i]]
+            if not (known(outer > 0) and known(outer < inner)):
+                break
+            order[i - 1], order[i] = order[i], order[i - 1]
+    if order == [0, 1, 2]:
+        return x.new_empty(*x.shape[:3], head_dim)
     out = x.new_empty(*(x.shape[d] for d in order), head_dim)
     return out.permute(*(order.index(d) for d in range(3)), 3)
 
@@ -1140,7 +1149,7 @@ def attention(
 
         Scores that are all -inf count as no key, where torch has NaN. Two defects are known, both of extreme numbers:
         on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get infinity, NaN
-        or 0; and scores from 1e6 on leave the gradients no digit: from 1e7 on they are mostly too small, and from 1e9
+        or 0; and scores from 1e6 on leave the gradients no digit: from 1.2e7 on they are mostly too small, and from 1e9
         on they may be infinite.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.

@@ -284,11 +284,14 @@ def _records():
 
 
 def _read(file) -> dict:
-    """What a record's file holds, which may not be a record."""
+    """The dict in a file of records; `validate` says whether it is one."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"record {file.parent.name}/{file.name}: not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"record {file.parent.name}/{file.name}: must be a dict, got {type(record).__name__}")
+    return record
 
 
 # --- the roofline -----------------------------------------------------------------------------------------------------

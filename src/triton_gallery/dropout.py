@@ -1,6 +1,7 @@
 """Dropout without a mask in memory: the backward pass draws the same random numbers again."""
 
 import functools
+import reprlib
 import threading
 
 import numpy as np
@@ -242,7 +243,7 @@ def _check_seed(seed: object, x: torch.Tensor) -> None:
         if seed.numel() != 1:
             raise ValueError(f"dropout: seed must hold one element, got shape {tuple(seed.shape)}")
     elif isinstance(seed, bool) or not (seed is None or isinstance(seed, INTS)):
-        raise TypeError(f"dropout: seed must be an int, an integer tensor or None, got {seed!r}")
+        raise TypeError(f"dropout: seed must be an int, an integer tensor or None, got {reprlib.repr(seed)}")
     elif seed is not None and not -(2**63) <= seed < 2**64:
         raise ValueError(f"dropout: seed must be in [-2**63, 2**64), got {seed}")
 
@@ -257,7 +258,7 @@ def _checked_dropout(x: torch.Tensor, p: float, training: bool, seed: int | torc
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: p must be in [0, 1], got {p}")
     if not isinstance(training, bool):
-        raise TypeError(f"dropout: training must be True or False, got {training!r}")
+        raise TypeError(f"dropout: training must be True or False, got {reprlib.repr(training)}")
     _check_seed(seed, x)
     if not training or p == 0:
         return x

@@ -201,12 +201,12 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
-        An alpha or a number that an integer result cannot hold wraps around; torch refuses some of them. Every sum is
-        rounded once; with alpha or a number, float16 and bfloat16 are computed in float32. (Next to a tensor without
-        dimensions, a number is rounded to that tensor's dtype first.) The gradients are those of the formula, summed
-        over broadcast dimensions. Two tensors of the same dense layout take one flat kernel, launched twice for 2**20
-        elements or more if their number is no multiple of 16; broadcasting, strides, mixed dtypes, bool and alpha take
-        a second kernel that computes each element's address.
+        An alpha or a number that an integer result cannot hold wraps around. (Torch refuses some, of floats too.) Every
+        sum is rounded once; with alpha or a number, float16 and bfloat16 are computed in float32. (Next to a tensor
+        without dimensions, a number is rounded to that tensor's dtype first.) The gradients are those of the formula,
+        summed over broadcast dimensions. Two tensors of the same dense layout take one flat kernel, launched twice for
+        2**20 elements or more if their number is no multiple of 16; broadcasting, strides, mixed dtypes, bool and alpha
+        take a second kernel that computes each element's address.
 
     Example:
         >>> import torch, triton_gallery

@@ -178,6 +178,9 @@ def test_the_name_is_the_tag_or_the_branch_that_is_checked_out(tmp_path, monkeyp
     git("commit", "--allow-empty", "--message", "x")
     git("switch", "--create", "fix/it")
     assert publish.name_of_checkout() == "fix-it"
+    git("switch", "--detach")
+    with pytest.raises(ValueError, match=r"neither a tag nor a branch is checked out; .* make publish VERSION="):
+        publish.name_of_checkout()
     git("tag", "v1.2.0")
     assert publish.name_of_checkout() == "v1.2.0"
 

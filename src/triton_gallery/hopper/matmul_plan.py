@@ -29,10 +29,10 @@ from .matmul import FLOAT8, can_address, is_transposed
 
 _BYTES_PER_US = 4e6  # of the whole GPU
 _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
-_SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64
+_SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64; those of 64 × 32 come near it
 _SUM_US = 1.5  # to start a second kernel
 _MAX_PARTS = 32
-_SHARED_BYTES = 176 * 1024  # what the stages of a program may take of shared memory
+_SHARED_BYTES = 176 * 1024  # for the stages of a program: with more of them products were no quicker, some slower
 _PART_K = 768  # what a part of K has at least
 _COPY_ROWS = 1536  # so many rows of a make up for a copy of b
 SECTOR = 32  # bytes that the caches move at once
@@ -198,7 +198,7 @@ def _pointer_config(
             n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, rows * cols, device, least_us))
         # The matrix unit takes 32 bytes of each row at a time.
         block_k = max(32 // itemsize, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
-        # As many stages as shared memory has room for, if all programs run at once.
+        # As many stages as there is room for, where programs do not have to share a multiprocessor; eight are enough.
         num_stages = num_stages or min(8, _SHARED_BYTES // ((block_m + block_n) * row_bytes))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
         return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
@@ -211,6 +211,7 @@ def _pointer_config(
         if n_strips[64] > n_processors:
             width, row_bytes = 128, 256
         elif K >= 8192 and N > 16:
+            # Long rows are read best in long pieces.
             width, row_bytes = 64, 512
         else:
             # The narrower the sooner done; but of a long matrix the matrix unit takes 64 rows at once.
