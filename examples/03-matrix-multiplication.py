@@ -1354,8 +1354,7 @@ for tiles_m, tiles_n, group in ((10, 7, 8), (9, 9, 4), (1, 5, 8), (3, 11, 2)):
 # ---------
 #
 # 1. With 132 programs running at a time and 32 rows and 32 columns of tiles, which group size needs the fewest strips?
-# Use `order` and
-#    `strips`, and compare with :math:`\sqrt{132}`.
+#    Use `order` and `strips`, and compare with :math:`\sqrt{132}`.
 # 2. Add the row sums of the result to `tiled_kernel`, as a second output. Each program knows only its own columns: how
 #    do the parts come together? (Hint: a first version may write one column of partial sums per column of tiles, and
 #    let torch add them up. Why is this better than an atomic addition, if results have to repeat?)
