@@ -1173,10 +1173,10 @@ for n in (256, 512, 1024):
 # of the first, half of the second and not two thirds of the third. There ours was ahead of torch's by about a tenth at
 # 256³ and 512³, and behind by a twentieth at 1024³. (No record holds these, and they are of an H100.) The library's
 # tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as at 512³ (below 8192 where the
-# result has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows). Each then reads little, and our rate
-# there is :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters,
-# too, since the first product waits for the first step to arrive: with a :math:`K` below 2048, steps are 64 numbers
-# long, and beyond it 128.
+# result has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows, and 64 × 16 where it has up to 16
+# columns). Each then reads little, and our rate there is :measured:`matmul-fp16: triton_gallery / torch at 512`
+# torch's. How far a step goes along :math:`K` matters, too, since the first product waits for the first step to arrive:
+# with a :math:`K` below 2048, steps are 64 numbers long, and beyond it 128.
 #
 # And where does the time inside of a kernel go? By the cycle counter of a multiprocessor, the fifth rung multiplies for
 # half of its time at 1024³. (No record holds that.) Before, barriers are made, the warps part, and the first tile comes

@@ -1386,8 +1386,8 @@ print(decode_report.summary())
 # upper 64 queries do not see, and has half the surplus:
 
 for seq_len in (512, 1024, 4096, 16384):
-    n = seq_len // 128
-    print(f"{seq_len:5} positions: backward {1 / n:5.1%} more work than what is credited, forward {1 / (2 * n):5.1%}")
+    surplus = 128 / seq_len
+    print(f"{seq_len:5} positions: {surplus:5.1%} more than is credited, forward {surplus / 2:5.1%}")
 
 # %%
 # So every causal curve begins low, and for ours little of the difference is left at 16384. Against cuDNN, with 4096
