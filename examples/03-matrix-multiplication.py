@@ -1171,18 +1171,19 @@ for n in (256, 512, 1024):
 # %%
 # That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave less than half
 # of the first, half of the second and not two thirds of the third. There ours was ahead of torch's by about a tenth at
-# 256³ and 512³, and behind by a twentieth at 1024³. (No record holds these, and they are of an H100.) The library's
-# tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as at 512³ (below 8192 where the
-# result has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows, and 64 × 16 where it has up to 16
-# columns). Each then reads little, and our rate there is :measured:`matmul-fp16: triton_gallery / torch at 512`
-# torch's. How far a step goes along :math:`K` matters, too, since the first product waits for the first step to arrive:
-# with a :math:`K` below 2048, steps are 64 numbers long, and beyond it 128.
+# 256³ and 512³, and behind by a twentieth at 1024³. (No record holds these. They are of an H100, and of these kernels
+# before their last change.) The library's tiles are 64 × 32 as long as all of them run at once and :math:`K` is below
+# 4096, as at 512³ (below 8192 where the result has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows,
+# and 64 × 16 where it has up to 16 columns). Each then reads little, and our rate there is :measured:`matmul-fp16:
+# triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too, since the first product
+# waits for the first step to arrive: with a :math:`K` below 2048 such tiles take steps of 64 numbers, and beyond it of
+# 128.
 #
-# And where does the time inside of a kernel go? By the cycle counter of a multiprocessor, the fifth rung multiplies for
-# half of its time at 1024³. (No record holds that.) Before, barriers are made, the warps part, and the first tile comes
-# from memory; behind, the result leaves. So a program does what it can at the same time: it starts its first copies as
-# soon as one barrier is there, and makes the others meanwhile. And it never divides to find its tile, which would cost
-# several hundred cycles: the host passes an inverse of each divisor to multiply by.
+# And where does the time inside of a kernel go? By the cycle counter of a multiprocessor, an earlier form of the fifth
+# rung multiplied for half of its time at 1024³. (No record holds that.) Before, barriers are made, the warps part, and
+# the first tile comes from memory; behind, the result leaves. So a program does what it can at the same time: it starts
+# its first copies as soon as one barrier is there, and makes the others meanwhile. And it never divides to find its
+# tile, which would cost several hundred cycles: the host passes an inverse of each divisor to multiply by.
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, by
@@ -1244,17 +1245,15 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # at 512` at 512³.
 #
 # The time of a thin product is that of reading its weight. Up to 256 rows we are ahead of torch or about even, at
-# :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
-# :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
-# :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
-# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic counts. One row
-# reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a
-# large copy. From two rows on there is also the sum of the parts, and it is
-# :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. Much more cannot be had here: on an H100, a kernel that did
-# nothing but read the weight took a twentieth less time than our product of 16 rows. What keeps even that one from a
-# copy's rate is how we measure. The flush leaves the cache full of numbers that memory has not seen yet, and whoever
-# reads has to write them back first; when it was full of numbers that had only been read, both took a sixth less time.
-# (No record holds this.)
+# :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row, :measured:`matmul-thin-fp16:
+# triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The
+# lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic
+# counts. One row reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From
+# two rows on there is also the sum of the parts, and it is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
+# Much more cannot be had here: on an H100, a kernel that did nothing but read the weight took a twentieth less time
+# than our product of 16 rows. A part of what it lacks is how we measure: the flush leaves the cache full of numbers
+# that were written, and when it was full of numbers that had only been read, both took a sixth less time. (But a copy
+# of as many bytes gained as well, and stayed ahead of both. No record holds this.)
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of
 # torch's rate, another case that a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once, and we are at
