@@ -513,6 +513,92 @@ report.plot()
 report
 
 # %%
+# The gradient has three trips to be credited with, two readings and one writing. We run the forward pass once, keep its
+# graph, and time `torch.autograd.grad` on it.
+
+# A compiled backward pass may overwrite what the forward pass saved; then the graph could be used only once.
+import torch._functorch.config
+
+torch._functorch.config.donated_buffer = False
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[256, 781, 1024, 2048, 4096, 8192, 16384, 32768, 65536],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="row length N",
+        ylabel="GB/s",
+        plot_name="softmax-bwd-fp16",
+        args={"M": 4096},
+    ),
+    title="Softmax of 4096 rows, backward pass, float16",
+    limit="copy",
+)
+def bench_softmax_backward(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    compiled = torch.compile(torch.softmax, dynamic=False)
+    softmax = {"triton_gallery": tg.softmax, "torch": torch.softmax, "torch.compile": compiled}[provider]
+    y, dy = softmax(x, dim=1), torch.randn_like(x)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(y, x, dy, retain_graph=True))
+    return tg.benchmark.gbps(3 * x.nbytes, times)
+
+
+report_backward = bench_softmax_backward.run()
+
+# %%
+
+report_backward.plot()
+
+# %%
+
+report_backward
+
+# %%
+# A language model ends in a row of scores for each token, as long as its vocabulary, and its loss is a `log_softmax` of
+# that row. These are 4096 tokens in bfloat16, forward and backward, five trips together: the vocabularies of Llama 2,
+# GPT-2 (whose length is odd), Llama 3, Qwen 2.5 and Gemma.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[32000, 50257, 128256, 152064, 256000],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="row length N",
+        ylabel="GB/s",
+        plot_name="softmax-log-bf16",
+        args={"M": 4096},
+    ),
+    title="Logarithm of the softmax of 4096 rows, both passes, bfloat16",
+    limit="copy",
+)
+def bench_log_softmax(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(torch.log_softmax, dynamic=False)
+    log_softmax = {"triton_gallery": tg.log_softmax, "torch": torch.log_softmax, "torch.compile": compiled}[provider]
+    dy = torch.randn_like(x)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(log_softmax(x, dim=1), x, dy))
+    return tg.benchmark.gbps(5 * x.nbytes, times)
+
+
+report_log = bench_log_softmax.run()
+
+# %%
+
+report_log.plot()
+
+# %%
+
+report_log
+
+# %%
 # Eight trips, three trips, two
 # -----------------------------
 #

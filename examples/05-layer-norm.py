@@ -821,6 +821,48 @@ shapes_report
 # numbers of float16. Why bfloat16 is slower we have not found out.) Against the best other provider, the lowest of the
 # five ratios is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
 #
+# Many language models of today normalize without a mean and a bias. RMS norm :cite:p:`zhang2019rmsnorm` runs in the
+# same kernels, with these parts left out. Here are both passes of it, five trips together, on the widths of such
+# models.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["M", "N"],
+        x_vals=[(32768, 1024), (16384, 2048), (16384, 4096), (8192, 5120), (8192, 8192), (4096, 16384)],
+        line_arg="provider",
+        line_vals=PROVIDERS,
+        line_names=PROVIDERS,
+        ylabel="GB/s",
+        xlabel="rows × columns",
+        plot_name="layer-norm-rms-bf16",
+        args={},
+    ),
+    title="RMS norm, forward and backward pass, bfloat16",
+    limit="copy",
+)
+def bench_rms_norm(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16)
+    in_torch = torch.nn.functional.rms_norm
+    compiled = torch.compile(in_torch, dynamic=False)
+    rms_norm = {"triton_gallery": tg.rms_norm, "torch": in_torch, "torch.compile": compiled}[provider]
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(rms_norm(x, (N,), w), (x, w), dy))
+    return tg.benchmark.gbps(5 * x.nbytes, times)
+
+
+rms_report = bench_rms_norm.run()
+
+# %%
+
+rms_report.plot()
+
+# %%
+
+rms_report
+
+# %%
 # Rows that begin anywhere
 # ------------------------
 # A thread loads a *vector* of 16 bytes at once, but only from an address that is a multiple of 16. A row of 8191

@@ -901,7 +901,7 @@ def sweep(direction, head_dim, is_causal):
         ),
         title=f"Attention {name}, head dimension {head_dim}, float16",
         limit="matmul-fp16",
-        rounds=2,
+        rounds=3,
     )(bench_attention)
 
 
@@ -996,10 +996,11 @@ def bench_head_dims(head_dim, direction, provider):
     return bench_causal(shape, head_dim, torch.float16, direction, provider)
 
 
-def bench_causal(shape, head_dim_v, dtype, direction, provider):
+def bench_causal(shape, head_dim_v, dtype, direction, provider, n_kv_heads=None):
     batch, n_heads, seq_len, head_dim = shape
-    q, k = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in "qk")
-    v = torch.randn(*shape[:-1], head_dim_v, device=DEVICE, dtype=dtype)
+    q = torch.randn(shape, device=DEVICE, dtype=dtype)
+    of_kv = batch, n_kv_heads or n_heads, seq_len
+    k, v = (torch.randn(*of_kv, columns, device=DEVICE, dtype=dtype) for columns in (head_dim, head_dim_v))
     for x in (q, k, v):
         x.requires_grad_(direction == "bwd")
     attention, backend = torch.nn.functional.scaled_dot_product_attention, contextlib.nullcontext()
@@ -1010,9 +1011,9 @@ def bench_causal(shape, head_dim_v, dtype, direction, provider):
     one_column = batch * n_heads * seq_len**2  # operations of a product, for half of the scores
     with backend:
         if direction == "fwd":
-            times = tg.benchmark.measure(lambda: attention(q, k, v, is_causal=True))
+            times = tg.benchmark.measure(lambda: attention(q, k, v, is_causal=True, enable_gqa=n_kv_heads is not None))
             return tg.benchmark.tflops(one_column * (head_dim + head_dim_v), times)
-        out = attention(q, k, v, is_causal=True)
+        out = attention(q, k, v, is_causal=True, enable_gqa=n_kv_heads is not None)
     dout = torch.randn_like(out)
     times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
     return tg.benchmark.tflops(one_column * (3 * head_dim + 2 * head_dim_v), times)
@@ -1102,6 +1103,52 @@ report_latent_bwd.plot()
 report_latent_bwd
 
 # %%
+# In *grouped-query attention* several heads of queries share the keys and values of one head. Most language models of
+# today do this, for the sake of their cache: here 32 heads share 8, as in Llama 3, again with 16384 positions and a
+# causal mask. The operations are those of 32 heads. No key is copied for it: a program reads those of its group.
+
+
+def grouped(direction, name):
+    return tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["seq_len"],
+            x_vals=[1024, 4096, 16384],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", *BACKENDS],
+            line_names=["triton_gallery", *BACKENDS],
+            xlabel="sequence length",
+            ylabel="TFLOP/s",
+            plot_name=f"attention-{direction}-grouped-fp16",
+            args={"direction": direction},
+        ),
+        title=f"Attention {name}, causal, 32 heads of queries and 8 of keys, float16",
+        limit="matmul-fp16",
+        rounds=2,
+    )(bench_grouped)
+
+
+def bench_grouped(seq_len, direction, provider):
+    return bench_causal((16384 // seq_len, 32, seq_len, 128), 128, torch.float16, direction, provider, n_kv_heads=8)
+
+
+report_grouped = grouped("fwd", "forward").run()
+report_grouped.plot()
+
+# %%
+
+report_grouped
+
+# %%
+
+report_grouped_bwd = grouped("bwd", "backward").run()
+report_grouped_bwd.plot()
+
+# %%
+
+report_grouped_bwd
+
+# %%
 # What do the same bits every time cost? This is the backward pass with head dimension 128 and a causal mask once more,
 # in torch's default mode and in its deterministic one. (We keep torch from filling new memory with NaN, as it does in
 # that mode to show who reads what nobody wrote.)
@@ -1147,46 +1194,70 @@ report_deterministic
 # would need the mask in memory. Its FlexAttention takes a function in the place of a mask, compiles it into a kernel
 # and skips the tiles that the mask leaves empty. The operations count for allowed pairs alone.
 
+from functools import partial
+
+import torch._functorch.config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+# A compiled backward pass may overwrite what the forward pass saved; then the graph could be used only once.
+torch._functorch.config.donated_buffer = False
 flex = torch.compile(flex_attention, dynamic=False)
 
 
-@tg.benchmark.perf_report(
-    triton.testing.Benchmark(
-        x_names=["window"],
-        x_vals=[128, 256, 512, 1024, 2048, 4096, 8192],
-        x_log=True,
-        line_arg="provider",
-        line_vals=["triton_gallery", "FlexAttention"],
-        line_names=["triton_gallery", "FlexAttention"],
-        xlabel="keys before its own that a query sees",
-        ylabel="TFLOP/s",
-        plot_name="attention-window-fp16",
-        args={},
-    ),
-    title="Attention forward with a window, 16384 positions, head dimension 128, float16",
-    limit="matmul-fp16",
-    rounds=2,
-)
-def bench_window(window, provider):
+def windows(direction, name):
+    return tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["window"],
+            x_vals=[128, 256, 512, 1024, 2048, 4096, 8192],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", "FlexAttention"],
+            line_names=["triton_gallery", "FlexAttention"],
+            xlabel="keys before its own that a query sees",
+            ylabel="TFLOP/s",
+            plot_name=f"attention-{direction}-window-fp16",
+            args={"direction": direction},
+        ),
+        title=f"Attention {name} with a window, 16384 positions, head dimension 128, float16",
+        limit="matmul-fp16",
+        rounds=2,
+    )(bench_window)
+
+
+def bench_window(window, direction, provider):
     S = 16384
     q, k, v = (torch.randn(1, 16, S, 128, device=DEVICE, dtype=torch.float16) for _ in "qkv")
+    for x in (q, k, v):
+        x.requires_grad_(direction == "bwd")
     if provider == "triton_gallery":
-        times = tg.benchmark.measure(lambda: tg.attention(q, k, v, window=(window, 0)))
+        attention = partial(tg.attention, q, k, v, window=(window, 0))
     else:
         mask = create_block_mask(lambda b, h, i, j: (j <= i) & (i - j <= window), None, None, S, S, device=DEVICE)
-        times = tg.benchmark.measure(lambda: flex(q, k, v, block_mask=mask))
+        attention = partial(flex, q, k, v, block_mask=mask)
     n_pairs = (window + 1) * S - window * (window + 1) // 2
-    return tg.benchmark.tflops(4 * 16 * n_pairs * 128, times)
+    if direction == "fwd":
+        return tg.benchmark.tflops(4 * 16 * n_pairs * 128, tg.benchmark.measure(attention))
+    out = attention()
+    dout = torch.randn_like(out)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    return tg.benchmark.tflops(10 * 16 * n_pairs * 128, times)
 
 
-report_window = bench_window.run()
+report_window = windows("fwd", "forward").run()
 report_window.plot()
 
 # %%
 
 report_window
+
+# %%
+
+report_window_bwd = windows("bwd", "backward").run()
+report_window_bwd.plot()
+
+# %%
+
+report_window_bwd
 
 # %%
 # And float32, in the setting that torch begins with, without TensorFloat-32. cuDNN and FlashAttention-2 do not take it,
@@ -1435,7 +1506,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # triton_gallery at 1024`; the library does not look at the length. (The summary below has the ratios of this default to
 # all others, also to the deterministic ones.)
 #
-# With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
+# With a window of 1024 keys we are at :measured:`attention-fwd-window-fp16: triton_gallery / FlexAttention at 1024`
 # FlexAttention's rate.
 #
 # In float32 a product of tiles is six of bfloat16. The forward pass runs at

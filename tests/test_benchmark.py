@@ -283,7 +283,7 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("changes", "options", "error", "message"),
     [
-        ({"ylabel": "ms"}, {}, ValueError, "ylabel must be GB/s or TFLOP/s, got 'ms'"),
+        ({"ylabel": "ms"}, {}, ValueError, "ylabel must be one of GB/s, TFLOP/s, calls/ms, got 'ms'"),
         ({"line_names": ["ours", "torch"]}, {}, ValueError, "line_names must name each value"),
         ({"line_vals": ["triton_gallery"]}, {}, ValueError, "line_names must name each value"),
         ({}, {"limit": "matmul-fp16"}, ValueError, "limit must be one of copy for GB/s, got 'matmul-fp16'"),

@@ -648,6 +648,18 @@ def test_gradients_of_weight_and_bias_have_their_shape(shape, device):
     assert dw._is_view() == db._is_view() == (len(shape) > 1)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("n_cols", [1000, 40_960, 40_999])
+def test_rows_of_equal_numbers_give_the_bias(dtype, n_cols, device):
+    # 2048 is a power of two, so that its sums are exact, and rstd of such rows is 316.
+    x, bias = (
+        torch.full((512, n_cols), 2048.0, dtype=dtype, device=device),
+        torch.randn(n_cols, device=device).to(dtype),
+    )
+    assert torch.equal(tg.layer_norm(x, n_cols, torch.ones_like(bias), bias), bias.expand_as(x))
+
+
 @NORMS
 @pytest.mark.parametrize("n_cols", [24, 77, 8208, 16_400], ids=["short", "long", "in shared memory", "in parts"])
 def test_gradients_repeat_bit_for_bit(norm, n_cols, device, request):

@@ -35,6 +35,8 @@ from ._source import function_digest, kernel_digests
 
 _COPY_LIMIT = "copy by torch"
 LIMITS = {"copy": "GB/s", "matmul-fp16": "TFLOP/s", "matmul-bf16": "TFLOP/s", "matmul-fp8": "TFLOP/s"}
+# More is better in all of them: ratios, bold figures and the word "slower" rely on it.
+_UNITS = "GB/s", "TFLOP/s", "calls/ms"
 
 _REFERENCE = re.compile(r"(?P<name>[\w.-]+): (?P<series>.+?)(?: / (?P<base>.+?))? at (?P<at>\S+)")
 
@@ -354,8 +356,9 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     """Mark a function as a benchmark, in the form of ``triton.testing.perf_report``.
 
     Args:
-        benchmark: one ``triton.testing.Benchmark``. Its `ylabel` is the unit, "GB/s" or "TFLOP/s"; its `line_names`
-            hold "triton_gallery", unless its name begins with "guide-"; its `styles` are not used.
+        benchmark: one ``triton.testing.Benchmark``. Its `ylabel` is the unit, "GB/s", "TFLOP/s" or, for what the host
+            takes, "calls/ms"; its `line_names` hold "triton_gallery", unless its name begins with "guide-"; its
+            `styles` are not used.
         title: what is measured, as a heading.
         limit: what to measure in the same run as the hardware's limit: one of `LIMITS`, or None. "copy" also measures,
             as one more provider, a copy of as many bytes as ours is credited with at each x: whatever its size, a
@@ -365,17 +368,16 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
             that slows down as it warms up favours nobody. The median over the rounds counts.
 
     Returns:
-        A decorator. The function takes the benchmark's arguments and returns what `gbps` or `tflops` returns, or None
-        where the provider does not apply; the decorated object has `run`.
+        A decorator. The function takes the benchmark's arguments and returns what `gbps` or `tflops` returns (median,
+        20 % and 80 % quantile of a rate), or None where the provider does not apply; the decorated object has `run`.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
     if not isinstance(benchmark, triton.testing.Benchmark):
         raise TypeError(f"perf_report: benchmark must be one triton.testing.Benchmark, got {type(benchmark).__name__}")
-    # More is better in both units: ratios, bold figures and the word "slower" rely on it.
-    if benchmark.ylabel not in LIMITS.values():
-        raise ValueError(f"perf_report: ylabel must be GB/s or TFLOP/s, got {benchmark.ylabel!r}")
+    if benchmark.ylabel not in _UNITS:
+        raise ValueError(f"perf_report: ylabel must be one of {', '.join(_UNITS)}, got {benchmark.ylabel!r}")
     if not isinstance(benchmark.plot_name, str):
         raise TypeError(f"perf_report: plot_name must be a str, got {type(benchmark.plot_name).__name__}")
     if not all(isinstance(names, list | tuple) for names in (benchmark.line_names, benchmark.line_vals)):

@@ -97,17 +97,6 @@ def _statistics(
     return mean, gl.sum(m2, 0)
 
 
-@gluon.jit
-def _normalized(x, mean, rstd, DTYPE: gl.constexpr):
-    """(x - mean) * rstd for a result in DTYPE."""
-    if DTYPE.primitive_bitwidth == 16:
-        # One operation less. It costs some of the last of float32's bits, which a 16-bit result does not have.
-        x_hat = x.to(gl.float32) * rstd - mean * rstd
-    else:
-        x_hat = (x.to(gl.float32) - mean) * rstd
-    return x_hat
-
-
 @gluon.jit(do_not_specialize=["n_rows", "n_parts"])
 def _layer_norm_parts_fwd_kernel(
     x_ptr,  # (n_rows, n_cols), 16-byte aligned
@@ -219,7 +208,7 @@ def _layer_norm_parts_fwd_kernel(
         x_part_ptr = row_ptr(x_ptr, ahead, x_row_stride, VECTOR)
         y_part_ptr = row_ptr(y_ptr, row, n_cols, VECTOR)
         for c in gl.static_range(N_CHUNKS):
-            y = _normalized(smem.index(slot * N_CHUNKS + c).load(LAYOUT), mean, rstd, y_ptr.dtype.element_ty)
+            y = (smem.index(slot * N_CHUNKS + c).load(LAYOUT).to(gl.float32) - mean) * rstd
             if weight_ptr is not None:
                 y *= _widen(weights[c])
             if bias_ptr is not None:
@@ -232,7 +221,7 @@ def _layer_norm_parts_fwd_kernel(
             )
         async_copy.commit_group()
         if not ALIGNED:
-            y_ends = _normalized(x_ends, mean, rstd, y_ptr.dtype.element_ty)
+            y_ends = (x_ends.to(gl.float32) - mean) * rstd
             if weight_ptr is not None:
                 y_ends *= end_weights.to(gl.float32)
             if bias_ptr is not None:

@@ -32,7 +32,7 @@ _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64; of 64 × 32 the same is reckoned
 _SUM_US = 1.5  # to start a second kernel
 _MAX_PARTS = 32
-_SHARED_BYTES = 176 * 1024  # for the stages of a program: one of 64 × 64 more lost 2 % where K was 8192
+_STAGES = 6  # of a small tile, where shared memory has room for them: seven or eight were mostly slower
 _PART_K = 768  # what a part of K has at least
 _COPY_ROWS = 1536  # so many rows of a make up for a copy of b
 SECTOR = 32  # bytes that the caches move at once
@@ -188,7 +188,7 @@ def _pointer_config(
     def n_tiles(block_m, block_n):
         return n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
 
-    def config(block_m, block_n, row_bytes, num_stages=None, tile_us=None):
+    def config(block_m, block_n, step_bytes, num_stages=None, tile_us=None):
         tiles, n_parts = n_tiles(block_m, block_n), 1
         if tile_us is not None and n_matrices == 1:
             # Of whole tiles, so that not every number of rows decides anew.
@@ -196,34 +196,36 @@ def _pointer_config(
             least_us = memory_us(rows, cols, K, itemsize)
             parts = _equal_parts(K, tiles, device)
             n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, rows * cols, device, least_us))
+        k = K // n_parts
         # The matrix unit takes 32 bytes of each row at a time.
-        block_k = max(32 // itemsize, min(row_bytes // itemsize, next_power_of_2(K // n_parts)))
-        # As many stages as there is room for, where programs do not have to share a multiprocessor; eight are enough.
-        num_stages = num_stages or min(8, _SHARED_BYTES // ((block_m + block_n) * row_bytes))
+        block_k = max(32 // itemsize, min(step_bytes // itemsize, next_power_of_2(k)))
+        # A sixth stage of 64 × 64 numbers pays where K is long, and otherwise costs one or two per cent.
+        room = (192 if k * itemsize >= 8192 else 176) * 1024
+        num_stages = num_stages or min(_STAGES, room // ((block_m + block_n) * step_bytes))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
         return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
 
     # Many short steps along K start a program sooner than few long ones, and of a long K they cost more.
-    row_bytes = 128 if K < 2048 else 256
+    step_bytes = 128 if K * itemsize < 1536 else 256
     if min(M, N) <= 16:
         # Reading the other matrix is the whole cost. One program has as much of it on its way as shared memory holds.
         n_strips = {width: n_matrices * cdiv(max(M, N), width) for width in (32, 64)}
         if n_strips[64] > n_processors:
-            width, row_bytes = 128, 256
+            width, step_bytes = 128, 256
         elif K >= 8192 and N > 16:
             # Where K was 8192, tiles of 32 columns were no quicker.
-            width, row_bytes = 64, 512
+            width, step_bytes = 64, 512
         else:
             # The narrower the sooner done; but of a long matrix the matrix unit takes 64 rows at once.
             width = 32 if N > 16 and n_strips[32] <= n_processors else 64
         blocks = (width, 16) if N <= 16 else (16, width)
-        return config(*blocks, row_bytes, tile_us=width * K * itemsize / _THIN_BYTES_PER_US)
+        return config(*blocks, step_bytes, tile_us=width * K * itemsize / _THIN_BYTES_PER_US)
     # Where all tiles run at once, the smallest are the quickest: each reads the least. Of a long K they would read the
     # most together; a short one is soon read by larger tiles, too.
     if K < (8192 if min(M, N) <= 64 else 4096) and n_tiles(64, 32) <= n_processors:
-        return config(64, 32, row_bytes, tile_us=64 * 32 * K * itemsize / 2 / _SMALL_PER_US)
+        return config(64, 32, step_bytes, tile_us=64 * 32 * K * itemsize / 2 / _SMALL_PER_US)
     if K > 256 and n_tiles(64, 64) <= n_processors:
-        return config(64, 64, row_bytes, tile_us=64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
+        return config(64, 64, step_bytes, tile_us=64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
     block_n = 128 if N > 64 and not _fits_in_small_tiles(M, N, K, n_matrices, itemsize, device) else 64
     if K * itemsize <= 320:
         return config(64, block_n, 64, 6 if K > 64 else 3)
