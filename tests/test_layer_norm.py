@@ -650,9 +650,9 @@ def test_gradients_of_weight_and_bias_have_their_shape(shape, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-@pytest.mark.parametrize("n_cols", [1000, 40_960, 40_999])
+@pytest.mark.parametrize("n_cols", [1024, 65_536])
 def test_rows_of_equal_numbers_give_the_bias(dtype, n_cols, device):
-    # 2048 is a power of two, so that its sums are exact, and rstd of such rows is 316.
+    # Of powers of two, sums and means are exact. What is left of x is multiplied by an rstd of 316.
     x, bias = (
         torch.full((512, n_cols), 2048.0, dtype=dtype, device=device),
         torch.randn(n_cols, device=device).to(dtype),

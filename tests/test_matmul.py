@@ -258,7 +258,8 @@ def test_configs_are_few():
 
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("N", [16, 64, 128, 256, 512, 1024, 1536, 4096, 6144, 11008, 14336, 32000])
-def test_plans_on_hopper_are_few(N, K):
+@pytest.mark.parametrize("along_k", [False, True])
+def test_plans_on_hopper_are_few(along_k, N, K):
     """Whatever the number of rows, ten compilations of all kernels together."""
     meta = torch.device("meta")
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
@@ -268,7 +269,7 @@ def test_plans_on_hopper_are_few(N, K):
             n_parts, *_, config = specialized._config(M, N, K, 1, 2, False, True, meta)
             compiled["specialized" if n_parts == 1 else "parts"].add(tuple(config.values()))
         else:
-            n_parts, config = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
+            n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
     assert len(compiled["pointer"]) <= 5 and len(compiled["specialized"]) <= 4 and len(compiled["parts"]) <= 3
     assert sum(map(len, compiled.values())) <= 10
@@ -279,8 +280,9 @@ def test_there_is_a_plan_on_hopper_for_every_shape(K):
     meta = torch.device("meta")
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     for M, N in itertools.product((1, 16, 17, 64, 130, 700, 3001), repeat=2):
-        n_parts, _ = matmul_plan._pointer_config(M, N, K, 1, 2, meta)
-        assert n_parts == 1 or K % (16 * n_parts) == 0
+        for along_k in (False, True):
+            n_parts, _ = matmul_plan._pointer_config(M, N, K, along_k, 1, 2, meta)
+            assert n_parts == 1 or K % (16 * n_parts) == 0
         for itemsize, partial_sums, whole_sectors in ((2, False, False), (2, False, True), (1, True, False)):
             assert specialized._config(M, N, K, 1, itemsize, partial_sums, whole_sectors, meta)[0] >= 1
 

@@ -180,9 +180,9 @@ def time_us(n_tiles: int, tile_us: float, n_parts: int, n_out: int, device: torc
 
 
 def _pointer_config(
-    M: int, N: int, K: int, n_matrices: int, itemsize: int, device: torch.device
+    M: int, N: int, K: int, along_k: bool, n_matrices: int, itemsize: int, device: torch.device
 ) -> tuple[int, dict[str, int]]:
-    """Parts of K, and blocks, warps and stages of the pointer kernel."""
+    """Parts of K, and blocks, warps and stages of the pointer kernel, for matrices that lie along K in memory or not."""
     n_processors = num_multiprocessors(device)
 
     def n_tiles(block_m, block_n):
@@ -218,6 +218,8 @@ def _pointer_config(
         else:
             # The narrower the sooner done; but of a long matrix the matrix unit takes 64 rows at once.
             width = 32 if N > 16 and n_strips[32] <= n_processors else 64
+            if N > 16 and along_k and K * itemsize >= 4096:
+                step_bytes = 512
         blocks = (width, 16) if N <= 16 else (16, width)
         return config(*blocks, step_bytes, tile_us=width * K * itemsize / _THIN_BYTES_PER_US)
     # Where all tiles run at once, the smallest are the quickest: each reads the least. Of a long K they would read the
@@ -225,7 +227,11 @@ def _pointer_config(
     if K < (8192 if min(M, N) <= 64 else 4096) and n_tiles(64, 32) <= n_processors:
         return config(64, 32, step_bytes, tile_us=64 * 32 * K * itemsize / 2 / _SMALL_PER_US)
     if K > 256 and n_tiles(64, 64) <= n_processors:
-        return config(64, 64, step_bytes, tile_us=64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
+        # Many short steps are still the quicker ones where a step takes many rows of a matrix, and not a long piece of
+        # each.
+        short = not along_k and K * itemsize < 4096
+        steps = (128, 8) if short else (step_bytes, None)
+        return config(64, 64, *steps, tile_us=64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
     block_n = 128 if N > 64 and not _fits_in_small_tiles(M, N, K, n_matrices, itemsize, device) else 64
     if K * itemsize <= 320:
         return config(64, block_n, 64, 6 if K > 64 else 3)
@@ -334,7 +340,8 @@ def multiply(
         )
         return
     if wide:
-        n_parts, config = _pointer_config(M, N, K, n_matrices, a.element_size(), a.device)
+        along_k = a.stride(-1) == b.stride(-2) == 1
+        n_parts, config = _pointer_config(M, N, K, along_k, n_matrices, a.element_size(), a.device)
         in_parts(
             lambda *arguments: launch_tiles(*arguments, reduced, config),
             n_parts, a, b, bias, out, pre, activation, batch,
