@@ -182,7 +182,7 @@ def time_us(n_tiles: int, tile_us: float, n_parts: int, n_out: int, device: torc
 def _pointer_config(
     M: int, N: int, K: int, along_k: bool, n_matrices: int, itemsize: int, device: torch.device
 ) -> tuple[int, dict[str, int]]:
-    """Parts of K, and blocks, warps and stages of the pointer kernel, for matrices that lie along K in memory or not."""
+    """Parts of K, and blocks, warps and stages of the pointer kernel; `along_k` says whether a and b lie along K."""
     n_processors = num_multiprocessors(device)
 
     def n_tiles(block_m, block_n):
