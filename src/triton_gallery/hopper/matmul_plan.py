@@ -32,7 +32,6 @@ _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64; of 64 × 32 the same is reckoned
 _SUM_US = 1.5  # to start a second kernel
 _MAX_PARTS = 32
-_STAGES = 6  # of a small tile, where shared memory has room for them: seven or eight were mostly slower
 _PART_K = 768  # what a part of K has at least
 _COPY_ROWS = 1536  # so many rows of a make up for a copy of b
 SECTOR = 32  # bytes that the caches move at once
@@ -199,14 +198,16 @@ def _pointer_config(
         k = K // n_parts
         # The matrix unit takes 32 bytes of each row at a time.
         block_k = max(32 // itemsize, min(step_bytes // itemsize, next_power_of_2(k)))
-        # A sixth stage of 64 × 64 numbers pays where K is long, and otherwise costs one or two per cent.
+        # A sixth stage for 64 × 64 pays where K is long, and otherwise costs one or two per cent.
         room = (192 if k * itemsize >= 8192 else 176) * 1024
-        num_stages = num_stages or min(_STAGES, room // ((block_m + block_n) * step_bytes))
+        num_stages = num_stages or min(max_stages, room // ((block_m + block_n) * step_bytes))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
         return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
 
-    # Many short steps along K start a program sooner than few long ones, and of a long K they cost more.
-    step_bytes = 128 if K * itemsize < 1536 else 256
+    # Many short steps along K start a program sooner than few long ones, and of a long K they cost more. Seven or eight
+    # stages were mostly slower than six; but not of float32, whose parts (see `dot_precision`) fill the registers.
+    long_k, max_stages = (2048, 8) if itemsize == 4 else (1536 // itemsize, 6)
+    step_bytes = 128 if K < long_k else 256
     if min(M, N) <= 16:
         # Reading the other matrix is the whole cost. One program has as much of it on its way as shared memory holds.
         n_strips = {width: n_matrices * cdiv(max(M, N), width) for width in (32, 64)}
