@@ -455,8 +455,9 @@ except ValueError as error:
 # .. math:: dx_i = y_i \left( dy_i - \sum_j dy_j \, y_j \right)
 #
 # is a reduction over the row and a pass over its elements, so its kernels look like those above: they read :math:`y`
-# and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64); longer rows are read
-# twice, the second time from the L2 cache while they fit there. Only :math:`y` has to be kept for it, not :math:`x`.
+# and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64). On Hopper longer rows
+# wait in parts on several multiprocessors; elsewhere they are read twice, the second time from the L2 cache while they
+# fit there. Only :math:`y` has to be kept for it, not :math:`x`.
 
 x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
 dy = torch.randn_like(x)

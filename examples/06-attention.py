@@ -901,7 +901,7 @@ def sweep(direction, head_dim, is_causal):
         ),
         title=f"Attention {name}, head dimension {head_dim}, float16",
         limit="matmul-fp16",
-        rounds=3,
+        rounds=2,
     )(bench_attention)
 
 
@@ -996,11 +996,10 @@ def bench_head_dims(head_dim, direction, provider):
     return bench_causal(shape, head_dim, torch.float16, direction, provider)
 
 
-def bench_causal(shape, head_dim_v, dtype, direction, provider, n_kv_heads=None):
+def bench_causal(shape, head_dim_v, dtype, direction, provider):
     batch, n_heads, seq_len, head_dim = shape
-    q = torch.randn(shape, device=DEVICE, dtype=dtype)
-    of_kv = batch, n_kv_heads or n_heads, seq_len
-    k, v = (torch.randn(*of_kv, columns, device=DEVICE, dtype=dtype) for columns in (head_dim, head_dim_v))
+    q, k = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in "qk")
+    v = torch.randn(*shape[:-1], head_dim_v, device=DEVICE, dtype=dtype)
     for x in (q, k, v):
         x.requires_grad_(direction == "bwd")
     attention, backend = torch.nn.functional.scaled_dot_product_attention, contextlib.nullcontext()
@@ -1011,9 +1010,9 @@ def bench_causal(shape, head_dim_v, dtype, direction, provider, n_kv_heads=None)
     one_column = batch * n_heads * seq_len**2  # operations of a product, for half of the scores
     with backend:
         if direction == "fwd":
-            times = tg.benchmark.measure(lambda: attention(q, k, v, is_causal=True, enable_gqa=n_kv_heads is not None))
+            times = tg.benchmark.measure(lambda: attention(q, k, v, is_causal=True))
             return tg.benchmark.tflops(one_column * (head_dim + head_dim_v), times)
-        out = attention(q, k, v, is_causal=True, enable_gqa=n_kv_heads is not None)
+        out = attention(q, k, v, is_causal=True)
     dout = torch.randn_like(out)
     times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
     return tg.benchmark.tflops(one_column * (3 * head_dim + 2 * head_dim_v), times)
@@ -1129,7 +1128,26 @@ def grouped(direction, name):
 
 
 def bench_grouped(seq_len, direction, provider):
-    return bench_causal((16384 // seq_len, 32, seq_len, 128), 128, torch.float16, direction, provider, n_kv_heads=8)
+    batch, head_dim = 16384 // seq_len, 128
+    q, k, v = (
+        torch.randn(batch, n_heads, seq_len, head_dim, device=DEVICE, dtype=torch.float16) for n_heads in (32, 8, 8)
+    )
+    for x in (q, k, v):
+        x.requires_grad_(direction == "bwd")
+    attention, backend = torch.nn.functional.scaled_dot_product_attention, contextlib.nullcontext()
+    if provider == "triton_gallery":
+        attention = tg.attention
+    else:
+        backend = torch.nn.attention.sdpa_kernel(BACKENDS[provider])
+    one_product = batch * 32 * seq_len**2 * head_dim  # its operations, for half of the scores
+    with backend:
+        if direction == "fwd":
+            times = tg.benchmark.measure(lambda: attention(q, k, v, is_causal=True, enable_gqa=True))
+            return tg.benchmark.tflops(2 * one_product, times)
+        out = attention(q, k, v, is_causal=True, enable_gqa=True)
+    dout = torch.randn_like(out)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    return tg.benchmark.tflops(5 * one_product, times)
 
 
 report_grouped = grouped("fwd", "forward").run()
@@ -1194,56 +1212,41 @@ report_deterministic
 # would need the mask in memory. Its FlexAttention takes a function in the place of a mask, compiles it into a kernel
 # and skips the tiles that the mask leaves empty. The operations count for allowed pairs alone.
 
-from functools import partial
-
-import torch._functorch.config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-# A compiled backward pass may overwrite what the forward pass saved; then the graph could be used only once.
-torch._functorch.config.donated_buffer = False
 flex = torch.compile(flex_attention, dynamic=False)
 
 
-def windows(direction, name):
-    return tg.benchmark.perf_report(
-        triton.testing.Benchmark(
-            x_names=["window"],
-            x_vals=[128, 256, 512, 1024, 2048, 4096, 8192],
-            x_log=True,
-            line_arg="provider",
-            line_vals=["triton_gallery", "FlexAttention"],
-            line_names=["triton_gallery", "FlexAttention"],
-            xlabel="keys before its own that a query sees",
-            ylabel="TFLOP/s",
-            plot_name=f"attention-{direction}-window-fp16",
-            args={"direction": direction},
-        ),
-        title=f"Attention {name} with a window, 16384 positions, head dimension 128, float16",
-        limit="matmul-fp16",
-        rounds=2,
-    )(bench_window)
-
-
-def bench_window(window, direction, provider):
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["window"],
+        x_vals=[128, 256, 512, 1024, 2048, 4096, 8192],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "FlexAttention"],
+        line_names=["triton_gallery", "FlexAttention"],
+        xlabel="keys before its own that a query sees",
+        ylabel="TFLOP/s",
+        plot_name="attention-window-fp16",
+        args={},
+    ),
+    title="Attention forward with a window, 16384 positions, head dimension 128, float16",
+    limit="matmul-fp16",
+    rounds=2,
+)
+def bench_window(window, provider):
     S = 16384
     q, k, v = (torch.randn(1, 16, S, 128, device=DEVICE, dtype=torch.float16) for _ in "qkv")
-    for x in (q, k, v):
-        x.requires_grad_(direction == "bwd")
     if provider == "triton_gallery":
-        attention = partial(tg.attention, q, k, v, window=(window, 0))
+        times = tg.benchmark.measure(lambda: tg.attention(q, k, v, window=(window, 0)))
     else:
         mask = create_block_mask(lambda b, h, i, j: (j <= i) & (i - j <= window), None, None, S, S, device=DEVICE)
-        attention = partial(flex, q, k, v, block_mask=mask)
+        times = tg.benchmark.measure(lambda: flex(q, k, v, block_mask=mask))
     n_pairs = (window + 1) * S - window * (window + 1) // 2
-    if direction == "fwd":
-        return tg.benchmark.tflops(4 * 16 * n_pairs * 128, tg.benchmark.measure(attention))
-    out = attention()
-    dout = torch.randn_like(out)
-    times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
-    return tg.benchmark.tflops(10 * 16 * n_pairs * 128, times)
+    return tg.benchmark.tflops(4 * 16 * n_pairs * 128, times)
 
 
-report_window = windows("fwd", "forward").run()
+report_window = bench_window.run()
 report_window.plot()
 
 # %%
@@ -1251,8 +1254,47 @@ report_window.plot()
 report_window
 
 # %%
+# And the backward pass with the same windows:
 
-report_window_bwd = windows("bwd", "backward").run()
+import torch._functorch.config
+
+# A compiled backward pass may overwrite what the forward pass saved; then the graph could be used only once.
+torch._functorch.config.donated_buffer = False
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["window"],
+        x_vals=[128, 512, 2048, 8192],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "FlexAttention"],
+        line_names=["triton_gallery", "FlexAttention"],
+        xlabel="keys before its own that a query sees",
+        ylabel="TFLOP/s",
+        plot_name="attention-bwd-window-fp16",
+        args={},
+    ),
+    title="Attention backward with a window, 16384 positions, head dimension 128, float16",
+    limit="matmul-fp16",
+    rounds=2,
+)
+def bench_window_backward(window, provider):
+    S = 16384
+    q, k, v, dout = (torch.randn(1, 16, S, 128, device=DEVICE, dtype=torch.float16) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    if provider == "triton_gallery":
+        out = tg.attention(q, k, v, window=(window, 0))
+    else:
+        mask = create_block_mask(lambda b, h, i, j: (j <= i) & (i - j <= window), None, None, S, S, device=DEVICE)
+        out = flex(q, k, v, block_mask=mask)
+    n_pairs = (window + 1) * S - window * (window + 1) // 2
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    return tg.benchmark.tflops(10 * 16 * n_pairs * 128, times)
+
+
+report_window_bwd = bench_window_backward.run()
 report_window_bwd.plot()
 
 # %%
@@ -1506,7 +1548,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # triton_gallery at 1024`; the library does not look at the length. (The summary below has the ratios of this default to
 # all others, also to the deterministic ones.)
 #
-# With a window of 1024 keys we are at :measured:`attention-fwd-window-fp16: triton_gallery / FlexAttention at 1024`
+# With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
 # FlexAttention's rate.
 #
 # In float32 a product of tiles is six of bfloat16. The forward pass runs at

@@ -219,6 +219,38 @@ def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
     assert_as_accurate_as_torch(y, torchs(op, x), reference, floor=FLOOR)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_parts_of_gradients_fit_a_multiprocessor(dtype):
+    module = pytest.importorskip("triton_gallery.hopper.softmax_backward", exc_type=ImportError)
+    for n_cols in (*range(16_385, 200_000, 251), 131_072, 131_073, 262_144, 1_000_000):
+        x = torch.empty(300, n_cols, dtype=dtype, device="meta")
+        aligned, n_parts, part_cols, n_chunks, max_groups = module.plan_backward(x, x, x)
+        vector, chunk_bytes = 16 // dtype.itemsize, module._STEPS * 32 * 16
+        assert aligned == (n_cols % vector == 0) and part_cols % 16 == 0
+        assert (n_parts - 1) * part_cols + vector <= n_cols <= n_parts * part_cols
+        # What begins within a vector has numbers of another row before it.
+        assert (part_cols + (0 if aligned else vector - 1)) * dtype.itemsize <= n_chunks * chunk_bytes
+        held = 2 * module._STAGES * n_chunks * chunk_bytes
+        assert module._PROGRAMS * (held + 1024 + 256) <= 228 * 1024
+        assert 0 < max_groups * n_parts <= module._PROGRAMS * 132
+
+
+@pytest.mark.gpu
+@OPS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1500, 16_392), (1000, 20_001), (600, 50_257), (300, 131_072), (40, 131_071), (3, 1_100_000)], ids=str
+)
+def test_gradients_of_long_rows(op, dtype, shape, device):
+    if not is_hopper(device):
+        pytest.skip("these kernels are Hopper's")
+    x, (n_rows, n_cols) = torch.randn(shape, device=device).mul(3).to(dtype), shape
+    dy = torch.randn(n_rows, n_cols + 32, device=device).to(dtype)[:, 16:-16]
+    assert hopper.load("softmax_backward").plan_backward(x, dy, x)
+    first = check(op, x, dy=dy)[1]
+    assert all(torch.equal(run(ours, op, x, -1, None, dy)[1], first) for _ in range(20))
+
+
 @pytest.mark.gpu
 @OPS
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)

@@ -769,6 +769,14 @@ def _launch_rows(
         )  # fmt: skip
         return
 
+    if not is_forward and is_hopper(out.device) and (resident := hopper.load("softmax_backward")) is not None:
+        tensors = [
+            x.as_strided((n_rows, n_cols), (stride, 1)) for x, stride in zip((*inputs, out), row_strides, strict=True)
+        ]
+        if (plan := resident.plan_backward(*tensors)) is not None:
+            resident.backward(*tensors, is_log, plan)
+            return
+
     block_cols = _ONLINE_BLOCK_BYTES // inputs[0].element_size()
     if _pays_in_parts(n_rows, n_cols, block_cols, out.device):
         _launch_parts(inputs, out, rows, 1, block_cols, 16, meta)
@@ -1036,13 +1044,15 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row is read once and stays on the chip; longer ones are read
         twice, the second time from the L2 cache while it fits there. (Backward these are 16384 and 8192 columns.) On
-        Hopper longer 16-bit or float32 rows are read once in the forward pass, too, if there are two or more, with up
-        to 8 MiB each (on an H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a
-        row's end to the next row: they lie in parts on several multiprocessors, which exchange their maxima and sums.
-        Elsewhere a few rows of 128 KiB or more are cut into parts that are read twice, so that they keep the whole GPU
-        busy. Rows that are not dense in memory, as with any dim but the last, are read where they lie, in tiles, and
-        twice beyond 2048 columns (1024 for float64, in the backward pass, and for rows that are dense and lie at uneven
-        distances). The result repeats bit for bit. The gradient has kernels of its own and can be differentiated again.
+        Hopper longer 16-bit or float32 rows are read once, too, if there are two or more, with up to 8 MiB each (on an
+        H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a row's end to the next
+        row: they lie in parts on several multiprocessors, which exchange their maxima and sums. (Backward these are 4
+        MiB each, or an eighth of that where a row's length is no multiple of 16 bytes, if the incoming gradient lies
+        like x and its numbers are as wide as those of the result and of x.) Elsewhere a few rows of 128 KiB or more are
+        cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as
+        with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for float64,
+        in the backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit for bit.
+        The gradient has kernels of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery
