@@ -143,7 +143,8 @@ def _softmax_resident_bwd_kernel(
         )  # fmt: skip
     # What is loaded one by one is asked for two rows ahead of its gradient.
     ends, of_part = find_ends(cols, begin, end, VECTOR)
-    y_ends = gl.zeros([CHUNK // VECTOR], gl.float32, ends.type.layout)
+    ENDS: gl.constexpr = ends.type.layout
+    y_ends = gl.zeros([CHUNK // VECTOR], gl.float32, ENDS)
     dy_ends, next_y_ends, next_dy_ends = y_ends, y_ends, y_ends
     if not ALIGNED:
         y_ends, dy_ends = _load_both_ends(
