@@ -81,9 +81,10 @@ def _part_sum(
     VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, ALIGNED: gl.constexpr, IS_LOG: gl.constexpr,
 ):  # fmt: skip
     """What a part adds to a row's sum. Outside of its whole vectors, y and dy are 0."""
-    total = gl.zeros([cols.shape[0]], gl.float32, cols.type.layout)
+    LAYOUT: gl.constexpr = cols.type.layout
+    total = gl.zeros([cols.shape[0]], gl.float32, LAYOUT)
     for c in gl.static_range(N_CHUNKS):
-        y, dy = _load_chunk(y_smem, dy_smem, slot * N_CHUNKS + c, cols.type.layout)
+        y, dy = _load_chunk(y_smem, dy_smem, slot * N_CHUNKS + c, LAYOUT)
         total += _summand(y, dy, IS_LOG)
     if not ALIGNED:
         total = sum_by_vector(total, VECTOR) + _summand(y_ends, dy_ends, IS_LOG)
