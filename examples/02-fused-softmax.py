@@ -559,6 +559,13 @@ report_backward.plot()
 report_backward
 
 # %%
+# Up to 16384 columns a row is in registers, here and with `torch.compile`, and both are near a copy's rate; at 2048
+# columns ours is the slower one, at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048` of the
+# other's rate. Longer rows of ours lie in parts on several multiprocessors, as they do forward, and reach
+# :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 65536` of a copy's rate at 65536 columns. There
+# `torch.compile` has :measured:`softmax-bwd-fp16: torch.compile / copy of as many bytes at 65536`, which is about what
+# five trips leave: both inputs read twice.
+#
 # A language model ends in a row of scores for each token, as long as its vocabulary, and its loss is a `log_softmax` of
 # that row. These are 4096 tokens in bfloat16, forward and backward, five trips together: the vocabularies of Llama 2,
 # GPT-2 (whose length is odd), Llama 3, Qwen 2.5 and Gemma.
@@ -574,7 +581,7 @@ report_backward
         line_names=["triton_gallery", "torch", "torch.compile"],
         xlabel="row length N",
         ylabel="GB/s",
-        plot_name="softmax-log-bf16",
+        plot_name="softmax-log-fwd-bwd-bf16",
         args={"M": 4096},
     ),
     title="Logarithm of the softmax of 4096 rows, both passes, bfloat16",
@@ -598,6 +605,14 @@ report_log.plot()
 # %%
 
 report_log
+
+# %%
+# The faster of the two others is left behind by :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at 32000`
+# at the shortest vocabulary, and by :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at 256000` at the
+# longest. Nor does the odd length cost much, which begins each row somewhere else in its vectors: with it we are at
+# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate, with the two
+# neighbours at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000` and
+# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 128256`.
 
 # %%
 # Eight trips, three trips, two

@@ -679,6 +679,11 @@ report_backward.plot()
 report_backward
 
 # %%
+# Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256,
+# :measured:`matmul-bwd-bf16: triton_gallery / torch at 1024` at 1024 and
+# :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192: no other picture than that of single products.
+
+# %%
 # What each rung is worth
 # -----------------------
 #

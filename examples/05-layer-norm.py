@@ -835,7 +835,7 @@ shapes_report
         line_names=PROVIDERS,
         ylabel="GB/s",
         xlabel="rows × columns",
-        plot_name="layer-norm-rms-bf16",
+        plot_name="layer-norm-rms-fwd-bwd-bf16",
         args={},
     ),
     title="RMS norm, forward and backward pass, bfloat16",
@@ -861,6 +861,11 @@ rms_report.plot()
 # %%
 
 rms_report
+
+# %%
+# At worst we are at :measured:`layer-norm-rms-fwd-bwd-bf16: triton_gallery / peers at worst` of the best other
+# provider's rate, and at :measured:`layer-norm-rms-fwd-bwd-bf16: triton_gallery / copy of as many bytes at worst` of
+# that of a copy.
 
 # %%
 # Rows that begin anywhere
@@ -905,7 +910,7 @@ rms_report
         line_names=PROVIDERS,
         ylabel="GB/s",
         xlabel="row length N",
-        plot_name="layer-norm-odd-fp16",
+        plot_name="layer-norm-odd-fwd-bwd-fp16",
         args={"n_elements": 2**26},
     ),
     title="Layer norm, forward and backward pass, rows of odd lengths, float16",
@@ -934,11 +939,11 @@ odd_report
 # It does not make up for everything: masks, and the numbers at the ends, take time that a row of 8192 numbers does not
 # need. With 8191, which would take a fifth block in the forward pass and are cut into parts instead, and which do take
 # one in the backward pass, both together run at
-# :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 8191` of a copy's rate, with 777 at
-# :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 777`, and with 5001 at
-# :measured:`layer-norm-odd-fp16: triton_gallery / copy of as many bytes at 5001`. Against the best other provider, the
-# lowest ratio of the sweep is :measured:`layer-norm-odd-fp16: triton_gallery / peers at worst`. Who can choose a length
-# still chooses a multiple of 8.
+# :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / copy of as many bytes at 8191` of a copy's rate, with 777 at
+# :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / copy of as many bytes at 777`, and with 5001 at
+# :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / copy of as many bytes at 5001`. Against the best other
+# provider, the lowest ratio of the sweep is :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / peers at worst`.
+# Who can choose a length still chooses a multiple of 8.
 #
 # The registers are the budget
 # ----------------------------

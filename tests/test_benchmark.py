@@ -371,7 +371,7 @@ def test_load_prefers_a_record_of_the_kernels_that_are_there(records, monkeypatc
     text = {**make_record()["text"], "kernels": "0" * 16}
     commit(records, make_record(gpu="NVIDIA H200", text=text))
     commit(records, make_record(gpu="NVIDIA H100"))
-    monkeypatch.setattr(benchmark, "kernel_digests", lambda name: make_record()["text"])
+    monkeypatch.setattr(benchmark, "kernel_digests", lambda name, **options: make_record()["text"])
     assert benchmark.load("softmax-fp16").record["gpu"] == "NVIDIA H100"
     assert benchmark.load("softmax-fp16", "nvidia-h200").outdated
     commit(records, make_record(gpu="NVIDIA H100", text=text))

@@ -84,12 +84,22 @@ def test_what_counts_as_a_change(tmp_path, old, new, changed):
 def test_kernels_for_one_gpu_count_and_those_of_another_operation_do_not(tmp_path):
     before = digests(tmp_path)
     assert digests(tmp_path, special="x = 2\n")["kernels"] != before["kernels"]
-    (tmp_path / "hopper" / "softmax_backward.py").write_text("x = 1\n")
+    (tmp_path / "hopper" / "softmax_rows.py").write_text("x = 1\n")
     assert digests(tmp_path)["kernels"] != before["kernels"]
-    (tmp_path / "hopper" / "softmax_backward.py").unlink()
+    (tmp_path / "hopper" / "softmax_rows.py").unlink()
     assert digests(tmp_path, benchmark="softmax") == before
     assert digests(tmp_path, benchmark="matmul-fp16") != before
     assert digests(tmp_path, benchmark="softmaxes") == digests(tmp_path, benchmark="nothing")
+
+
+def test_kernels_of_a_gradient_count_where_it_is_measured(tmp_path):
+    before = digests(tmp_path)
+    assert digests(tmp_path, benchmark="softmax-bwd-fp16") == digests(tmp_path, benchmark="softmax-fwd-bwd") == before
+    (tmp_path / "hopper" / "softmax_backward.py").write_text("x = 1\n")
+    assert digests(tmp_path) == digests(tmp_path, benchmark="softmax-fwd-fp16") == before
+    measured = digests(tmp_path, benchmark="softmax-bwd-fp16")
+    assert measured["kernels"] != before["kernels"]
+    assert measured == _source.kernel_digests("softmax-fp16", tmp_path, whole_operation=True)
 
 
 def test_what_kernels_import_counts_as_theirs(tmp_path):

@@ -11,21 +11,28 @@ import json
 from pathlib import Path
 
 
-def kernel_digests(benchmark: str, package: Path = Path(__file__).parent) -> dict[str, str]:
+def kernel_digests(
+    benchmark: str, package: Path = Path(__file__).parent, *, whole_operation: bool = False
+) -> dict[str, str]:
     """Of the operation that a benchmark measures: "kernels", with all constants, and "launch", what is around them.
 
     "layer-norm-fwd-fp16" measures ``layer_norm.py``, and what begins with ``layer_norm`` in folders like ``hopper/``.
-    Where their kernels use other files of the package, there is a digest "imports" of what they take from those.
+    Files there that are named for the backward pass count only where the benchmark's name has a "bwd", or, as in older
+    records, always: for the `whole_operation`. Where kernels use other files of the package, there is a digest
+    "imports" of what they take from those.
     """
     operations = [_stem(path) for path in package.glob("*.py") if _begins(benchmark, _stem(path))]
-    return _operation_digests(max(operations, key=len, default=None), package)
+    has_backward = whole_operation or "bwd" in benchmark.split("-")
+    return _operation_digests(max(operations, key=len, default=None), has_backward, package)
 
 
 @functools.cache
-def _operation_digests(operation: str | None, package: Path) -> dict[str, str]:
+def _operation_digests(operation: str | None, has_backward: bool, package: Path) -> dict[str, str]:
     kernels, launch, imports = [], [], []
     paths = sorted(package.glob("**/*.py")) if operation else []
     for path in (path for path in paths if _begins(_stem(path), operation)):
+        if _stem(path).endswith(_BACKWARD) and not has_backward:
+            continue
         module = _parsed(path.read_text(encoding="utf-8"))
         definitions = _definitions(module)
         named = {name for name, nodes in definitions.items() if any(map(_is_kernel, nodes))}
@@ -63,6 +70,9 @@ def function_digest(source: str, name: str) -> str | None:
     holds = {key for key, nodes in definitions.items() if any(_defines(node, name) for node in nodes)}
     return _hash(_text(definitions, _closure(definitions, holds))) if holds else None
 
+
+# Files with these endings hold what the backward pass alone needs.
+_BACKWARD = ("-backward", "-gradients")
 
 _parsed = functools.cache(ast.parse)
 
