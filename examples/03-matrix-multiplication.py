@@ -679,9 +679,9 @@ report_backward.plot()
 report_backward
 
 # %%
-# Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256,
-# :measured:`matmul-bwd-bf16: triton_gallery / torch at 1024` at 1024 and
-# :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192: no other picture than that of single products.
+# Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
+# triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192: about
+# the picture of single products. (768 and 1536, where these lose most, are not in this sweep.)
 
 # %%
 # What each rung is worth
@@ -1217,13 +1217,13 @@ for n in (256, 512, 1024):
 # %%
 # That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave less than half
 # of the first, half of the second and not two thirds of the third. There ours was ahead of torch's by about a tenth at
-# 256³ and 512³, and behind by a twentieth at 1024³. (No record holds these. They are of an H100, and of these kernels
-# before their last change.) The library's tiles are 64 × 32 as long as all of them run at once and :math:`K` is below
-# 4096, as at 512³ (below 8192 where the result has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows,
-# and 64 × 16 where it has up to 16 columns). Each then reads little, and our rate there is :measured:`matmul-fp16:
+# 256³ and 512³, and behind by a twentieth at 1024³. (No record holds these. They are of an H100, and older than the
+# launches of today.) The library's tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as
+# at 512³ (below 8192 where the result has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows, and 64 ×
+# 16 where it has up to 16 columns). Each then reads little, and our rate there is :measured:`matmul-fp16:
 # triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too, since the first product
-# waits for the first step to arrive: with a :math:`K` below 2048 such tiles take steps of 64 numbers, and beyond it of
-# 128.
+# waits for the first step to arrive: with a :math:`K` below 768 such tiles take steps of 64 numbers, and from there on
+# of 128 (those of 16 rows of 256 where both matrices lie along a :math:`K` of 2048 or more).
 #
 # And where does the time inside of a kernel go? By the cycle counter of a multiprocessor, an earlier form of the fifth
 # rung multiplied for half of its time at 1024³. (No record holds that.) Before, barriers are made, the warps part, and
@@ -1302,21 +1302,23 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # of as many bytes gained as well, and stayed ahead of both. No record holds this.)
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of
-# torch's rate, another case that a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once, and we are at
+# torch's rate, where less than a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once, and we are at
 # :measured:`matmul-long-fp16: triton_gallery / torch at 2048`. From 4096 on :math:`K` is cut: we are at
 # :measured:`matmul-long-fp16: triton_gallery / torch at 4096` there, the lowest of the sweep, at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, and at :measured:`matmul-long-fp16:
-# triton_gallery / torch at 65536` at the end. The parts go to memory in float32 and come back, and up to 8192 the tiles
-# are smaller than 128 × 128, so that fewer parts will do.
+# :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, at :measured:`matmul-long-fp16: triton_gallery /
+# torch at 16384` at 16384, where tiles become 128 × 128, and at :measured:`matmul-long-fp16: triton_gallery / torch at
+# 65536` at the end. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
+# 128, so that fewer parts will do.
 #
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
-# it that this pays: here from 1023 on, and the trial may come out differently elsewhere. Where it pads it is about even
-# or ahead: our rate is :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 1023` its rate at 1023³ and
-# :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 2047` at 2047³, and we reach :measured:`matmul-odd-fp16:
-# triton_gallery / torch.compile at 4095` at 4095³ and :measured:`matmul-odd-fp16: triton_gallery / torch.compile at
-# 8191` at 8191³.
+# it that this pays: here from 4095 on, where it is about even or ahead: we are at :measured:`matmul-odd-fp16:
+# triton_gallery / torch.compile at 4095` of its rate at 4095³ and at :measured:`matmul-odd-fp16: triton_gallery /
+# torch.compile at 8191` at 8191³. Below, it left the matrices as they are, and our rate is :measured:`matmul-odd-fp16:
+# triton_gallery / torch.compile at 1023` its own at 1023³ and :measured:`matmul-odd-fp16: triton_gallery /
+# torch.compile at 2047` at 2047³. The trial may come out differently each time: in an earlier record it padded these
+# two as well, and was even with us or a little ahead.
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best other
 # one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at 2048³. In
