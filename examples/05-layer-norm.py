@@ -350,7 +350,7 @@ print(" 5 programs:        dw has the same bits:  ", torch.equal(grads[1], other
 # What do the partial rows cost? They are written and read once, `dw` and `db`, four bytes per element. The passes
 # over `x`, `dy` and `dx` move two bytes per element each in float16:
 
-n_rows, n_cols, n_programs = 4096, 4096, 2 * 132  # twice as many as an H200 has multiprocessors
+n_rows, n_cols, n_programs = 4096, 4096, 2 * 132  # twice as many as an H100 has multiprocessors
 extra, useful = 2 * 2 * n_programs * n_cols * 4, 3 * n_rows * n_cols * 2
 print(f"partial rows add {extra / useful:.0%} to the traffic of the backward pass")
 
@@ -460,10 +460,10 @@ ladder
 # two thirds only at 12288, :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at 12288`. A row in
 # registers reaches :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes at 8192` at 8192.
 # Each round of a loop waits for loads of its own, where a program that asks for the whole row at once waits once. All
-# the same, the loops are the faster ones at 1024 columns,
-# :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at 1024`, and at 9216,
-# :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at 9216`. There it is the tile of our third kernel
-# that decides, and not the trips.
+# the same, the loops are the faster ones at 1024 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / row in
+# registers at 1024`. There it is the tile of our third kernel that decides, and not the trips. At 9216 columns the tile
+# costs it a part of its lead: it is at :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes
+# at 9216` of a copy there.
 #
 # From the row in registers to the library no trip is saved. What changes are the tile and its warps. A row of 1024
 # columns is little work for a program of 8 warps, so the library takes two warps and gives them two rows. A row of 9216
@@ -531,7 +531,7 @@ def layer_norm_backward_atomic(dy, x, w, mean, rstd):
 
 
 # %%
-# The third version is `layer_norm_backward` from above, with 264 programs, twice as many as an H200 has
+# The third version is `layer_norm_backward` from above, with 264 programs, twice as many as an H100 has
 # multiprocessors; from 4096 columns on only half of them have room at a time, which is one thing that the library does
 # better. All three have to agree with torch.
 
@@ -680,7 +680,7 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # %%
 # Up to the slope is all that can be won, and the long rows are most of the way there. An operation more or less would
 # change nothing. (The flat roof is that of the matrix unit, which a layer norm cannot use. Its own, that of float32
-# additions, is some twenty times lower and begins near 8 operations a byte: still to the right of both passes.)
+# additions, is some twenty times lower, and its ridge is still to the right of both passes.)
 #
 # Rows that outgrow a multiprocessor
 # ----------------------------------
@@ -693,16 +693,16 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # statistics and once for the result, and what that costs is up to the L2 cache, which all rows under way share. As long
 # as it holds them, the second reading does not reach the memory, and two trips are still two. When they outgrow it,
 # there is a third trip, which leaves two thirds of a copy's rate. If there are two programs on each of 132
-# multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
+# multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H100's L2 cache has 50.
 #
 # On Hopper the library does not let go. A row of more than 24576 numbers lies in parts on several multiprocessors, up
-# to 6 MiB of it on an H200. The programs of the parts tell each other what they have found: page two explains how they
+# to 6 MiB of it on an H100. The programs of the parts tell each other what they have found: page two explains how they
 # can, why that needs a *cooperative* launch, and that they send what they have found of a row before they write the row
 # ahead of it. There they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula
 # from above, which joined the lanes of a program, joins programs. A part has up to 4 KiB, and its program a single
 # warp, of which a multiprocessor holds twelve. That leaves each of them a twelfth of the registers, and there it keeps
-# weight and bias: all of its rows share them. To load both again for each row would take twice as many bytes as `x`
-# has from the L2 cache, and would keep the longest rows far below a copy's rate.
+# weight and bias: all of its rows share them. To load both again for each row would take twice as many bytes as `x` has
+# from the L2 cache, and would keep the longest rows far below a copy's rate.
 #
 # The order of the first loads counts, too. A program asks for its part of the first row, then for the weight, the
 # second row, the bias and the third row. If it asked for the three rows first, weight and bias would come last. Nothing
@@ -754,10 +754,11 @@ long_report
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where 128
 # programs wait for the last of them in each row.
 #
-# To read twice need not cost a trip. `torch.compile` does so at every length here, and at 16384 columns we only draw
-# level: we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` its rate. Further right
-# it does cost one: from 49152 columns on its curve is below two thirds of a copy, although the cache should hold the
-# rows under way up to 65536. Why, we have not found out.
+# To read twice need not cost a trip. `torch.compile` does so at every length here, and is ahead of us at 16384 columns,
+# where we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` its rate, and at 32768,
+# :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 32768`. Further right it does cost one: from 49152
+# columns on its curve is below two thirds of a copy, although the cache should hold the rows under way up to 65536.
+# Why, we have not found out.
 
 # %%
 # The shapes of training
@@ -811,15 +812,13 @@ shapes_report.plot()
 shapes_report
 
 # %%
-# Nearest to a copy of as many bytes are 4096 columns, at
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 16384×4096` of its rate; with 5120 it
-# is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 8192×5120`. At 12288 columns, with
-# one program on each multiprocessor, it is
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 4096×12288`, and at 65536, in parts,
-# :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 2048×65536`. (In the sweep above the
-# same kernel reaches :measured:`layer-norm-bwd-fp16: triton_gallery / copy of as many bytes at 12288` with as many
-# numbers of float16. Why bfloat16 is slower we have not found out.) Against the best other provider, the lowest of the
-# five ratios is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / peers at worst`.
+# Nearest to a copy of as many bytes are 65536 columns, in parts, at :measured:`layer-norm-bwd-shapes-bf16:
+# triton_gallery / copy of as many bytes at 2048×65536` of its rate, and 4096, at :measured:`layer-norm-bwd-shapes-bf16:
+# triton_gallery / copy of as many bytes at 16384×4096`; with 5120 it is :measured:`layer-norm-bwd-shapes-bf16:
+# triton_gallery / copy of as many bytes at 8192×5120`. Farthest are 12288 columns, with one program on each
+# multiprocessor, at :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 4096×12288`.
+# Against the best other provider, the lowest of the five ratios is :measured:`layer-norm-bwd-shapes-bf16:
+# triton_gallery / peers at worst`.
 #
 # Many language models of today normalize without a mean and a bias. RMS norm :cite:p:`zhang2019rmsnorm` runs in the
 # same kernels, with these parts left out. Here are both passes of it, five trips together, on the widths of such
@@ -980,23 +979,22 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
-# With longer rows the rate should rise. Up to 10240 columns the curve of the backward pass does, but for one step: it
-# drops where a fourth block of 2048 has just begun and is mostly empty, from
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 columns to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 6656` at 6656, climbs as this one fills, and hardly moves where a
-# fifth one begins, from :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192 to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704. Beyond 10240 a row of 16 bits and
-# its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in Gluon): `x`, `dy`
-# and the weight wait in shared memory, from where they can be read twice, and registers hold the sums alone. Up to
-# 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer rows, and those
-# of more than 8192 32-bit numbers, are cut into parts, as in the forward pass. This time the programs of a row tell
-# each other their shares of the two sums that each element of `dx` needs. Both changes of kernel show in the curve: it
-# falls from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 10752` at 10752, and from
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 12288` at 12288 to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 12800` at 12800, where parts begin. On other GPUs, and on Hopper
-# where a row has more than 3 MiB, rows are cut into column blocks, and the row sums need a pass of their own over `x`
-# and `dy`: five trips instead of three.
+# With longer rows the rate should rise. Up to 8192 columns the curve of the backward pass does: from
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 to :measured:`layer-norm-bwd-fp16: triton_gallery at
+# 6656` at 6656, although a fourth block of 2048 has just begun there and is mostly empty, and to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192. Where a fifth one begins it gives a little back,
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and hardly moves from there to 10240. Beyond 10240 a
+# row of 16 bits and its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in
+# Gluon): `x`, `dy` and the weight wait in shared memory, from where they can be read twice, and registers hold the sums
+# alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer
+# rows, and those of more than 8192 32-bit numbers, are cut into parts, as in the forward pass. This time the programs
+# of a row tell each other their shares of the two sums that each element of `dx` needs. Neither change of kernel shows
+# much in the curve: from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 it goes to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 10752` at 10752, and from :measured:`layer-norm-bwd-fp16:
+# triton_gallery at 12288` at 12288 to :measured:`layer-norm-bwd-fp16: triton_gallery at 12800` at 12800, where parts
+# begin. With these it rises to :measured:`layer-norm-bwd-fp16: triton_gallery at 15360` at 15360. On other GPUs, and on
+# Hopper where a row has more than 3 MiB, rows are cut into column blocks, and the row sums need a pass of their own
+# over `x` and `dy`: five trips instead of three.
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
 #
@@ -1009,14 +1007,14 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # All of this is the GPU's time. A backward pass also takes the host some time, which no record holds: it walks through
 # autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
 #
-# The strongest forward pass beside ours is that of `torch.compile` at lengths such as 14336, where ours runs at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` its rate. `torch.compile` makes a kernel for
-# each length, and seven blocks of 2048 fill this one without a mask. That alone is not it: five fill 10240, where ours
-# runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 10240`. Where no such block fits, at 13824
-# columns, say, it is :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`. At 1024 columns it is
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024`, and less than two sweeps differ by: this one
-# has us at :measured:`layer-norm-fwd-fp16: triton_gallery at 1024` there, the ladder at
-# :measured:`layer-norm-fwd-ladder-fp16: triton_gallery at 1024`.
+# The strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each length. At 1024
+# columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate and at 8192 at
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 8192`, where the bands of both overlap. At 9216 it
+# is :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` and at 14336
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336`, but at 10752 :measured:`layer-norm-fwd-fp16:
+# triton_gallery / torch.compile at 10752` and at 13824 :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile
+# at 13824`. Whether blocks of 2048 fill a row does not decide it: they fill 14336, and not 9216. What does, we have not
+# found out.
 #
 # A large mean breaks the short formula
 # -------------------------------------
@@ -1109,7 +1107,7 @@ torch.testing.assert_close(dw_partial.sum(dim=0), expected_dw, rtol=1e-4, atol=1
 # %%
 # Solution 3: how many programs
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# With 33 programs three quarters of the 132 multiprocessors of an H200 have nothing to do. With 1024, four rows for
+# With 33 programs three quarters of the 132 multiprocessors of an H100 have nothing to do. With 1024, four rows for
 # each, the partial sums move two thirds of the bytes that all the rest does, and the second kernel has four times as
 # many rows to add up. Without a GPU we count, and check that the result does not depend on the number but for rounding.
 
