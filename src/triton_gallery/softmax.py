@@ -1047,12 +1047,12 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         Hopper longer 16-bit or float32 rows are read once, too, if there are two or more, with up to 8 MiB each (on an
         H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a row's end to the next
         row: they lie in parts on several multiprocessors, which exchange their maxima and sums. (Backward these are 4
-        MiB each, or an eighth of that where a row's length is no multiple of 16 bytes, if the incoming gradient lies
-        like x and its numbers are as wide as those of the result and of x.) Elsewhere a few rows of 128 KiB or more are
-        cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as
-        with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for float64,
-        in the backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit for bit.
-        The gradient has kernels of its own and can be differentiated again.
+        MiB each, down to an eighth of that where a row's length is no multiple of 16 bytes, if the incoming gradient is
+        so aligned and the numbers of x, of the result and of it are of one width.) Elsewhere a few rows of 128 KiB or
+        more are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in
+        memory, as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
+        float64, in the backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit
+        for bit. The gradient has kernels of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery

@@ -1,11 +1,11 @@
 """Parts of a row on different multiprocessors tell each other, through memory, what they have found.
 
 A row that is too long for one multiprocessor fits into several, if a program for each part keeps its part on the chip
-and the programs agree on the row's statistics in between. Each writes its two numbers into a mailbox and reads those of
-all parts as soon as they are there: a wait, in which other programs of the multiprocessor work. Who waits for a program
-that does not run waits for ever, so all of them must run at a time. *Cooperative launch* sees to that: the driver
-starts the whole grid together, or refuses where it has no room. (A product needs mailboxes for another kind of parts,
-and no such launch: see ``matmul_specialized``.)
+and the programs agree on the row's statistics in between. Each writes one or two numbers into a mailbox and reads those
+of all parts as soon as they are there: a wait, in which other programs of the multiprocessor work. Who waits for a
+program that does not run waits for ever, so all of them must run at a time. *Cooperative launch* sees to that: the
+driver starts the whole grid together, or refuses where it has no room. (A product needs mailboxes for another kind of
+parts, and no such launch: see ``matmul_specialized``.)
 """
 
 import torch

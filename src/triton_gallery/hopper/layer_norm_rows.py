@@ -1,4 +1,4 @@
-"""What the layer norm kernels for Hopper share: rows, or parts of rows, that wait in shared memory in chunks.
+"""What layer norm and softmax's gradient share on Hopper: rows, or their parts, waiting in shared memory in chunks.
 
 All columns of a part count from the vector of 16 bytes in which it begins; its numbers are those from `begin` to `end`.
 """

@@ -198,14 +198,14 @@ def _pointer_config(
         k = K // n_parts
         # The matrix unit takes 32 bytes of each row at a time.
         block_k = max(32 // itemsize, min(step_bytes // itemsize, next_power_of_2(k)))
-        # A sixth stage for 64 × 64 pays where K is long, and otherwise costs one or two per cent.
+        # One stage more than fits into 176 KiB pays where K is long; of 64 × 64 it costs one or two per cent elsewhere.
         room = (192 if k * itemsize >= 8192 else 176) * 1024
         num_stages = num_stages or min(max_stages, room // ((block_m + block_n) * step_bytes))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
         return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
 
     # Many short steps along K start a program sooner than few long ones, and of a long K they cost more. Seven or eight
-    # stages were mostly slower than six; but not of float32, whose parts (see `dot_precision`) fill the registers.
+    # stages were mostly slower than six. (float32 has a plan of its own, in ``matmul.py``, and does not come here.)
     long_k, max_stages = (2048, 8) if itemsize == 4 else (1536 // itemsize, 6)
     step_bytes = 128 if K < long_k else 256
     if min(M, N) <= 16:
