@@ -820,9 +820,8 @@ shapes_report
 # Against the best other provider, the lowest of the five ratios is :measured:`layer-norm-bwd-shapes-bf16:
 # triton_gallery / peers at worst`.
 #
-# Many language models of today normalize without a mean and a bias. RMS norm :cite:p:`zhang2019rmsnorm` runs in the
-# same kernels, with these parts left out. Here are both passes of it, five trips together, on the widths of such
-# models.
+# Many language models of today normalize without a mean and a bias. RMS norm runs in the same kernels, with these parts
+# left out. Here are both passes of it, five trips together, on the widths of such models.
 
 
 @tg.benchmark.perf_report(

@@ -116,14 +116,16 @@ triton.runtime.jit.JITFunction.__getitem__ = launch
 torch.cuda.get_device_properties = lambda: SimpleNamespace(multi_processor_count=132)
 tg.benchmark.measure = measure
 for report in benchmarks(chapter, folder):
-    report.fn.__globals__.update(DEVICE="meta", stopwatch=measure)
-    names = [name for name in report.benchmark.line_vals if name != "graph"]  # only a GPU can record one
-    for x in report.benchmark.x_vals:
+    bench = report.benchmark
+    report.fn.__globals__.update(DEVICE="meta", stopwatch=measure, calls_per_ms=measure)
+    names = [name for name in bench.line_vals if name != "graph"]  # only a GPU can record one
+    for x in bench.x_vals:
+        sizes = dict(zip(bench.x_names, x if isinstance(x, tuple) else (x,), strict=True))
         rates = []
-        for variant in names:
+        for name in names:
             with compile_only():
-                rates.append(report.fn(x=x, variant=variant))
-        assert any(rates), (report.benchmark.plot_name, x)
+                rates.append(report.fn(**sizes, **{bench.line_arg: name}, **bench.args))
+        assert any(rates), (bench.plot_name, x)
 print(*sorted(launched))
 """
 
