@@ -559,12 +559,14 @@ report_backward.plot()
 report_backward
 
 # %%
-# Up to 16384 columns a row is in registers, here and with `torch.compile`, and both are near a copy's rate; at 2048
-# columns ours is the slower one, at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048` of the
-# other's rate. Longer rows of ours lie in parts on several multiprocessors, as they do forward, and reach
-# :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 65536` of a copy's rate at 65536 columns. There
-# `torch.compile` has :measured:`softmax-bwd-fp16: torch.compile / copy of as many bytes at 65536`, which is about what
-# five trips leave: both inputs read twice.
+# Up to 16384 columns a row is in registers, here and with `torch.compile`, and both are near a copy's rate. From 1024
+# columns on ours is the slower one, most at 2048, with :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at
+# 2048` of the other's rate. Longer rows of ours lie in parts on several multiprocessors, as they do forward. At 32768
+# columns `torch.compile`, which by its rate still reads each row once, is ahead, too: we are at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 32768`. At 65536 we reach :measured:`softmax-bwd-fp16:
+# triton_gallery / copy of as many bytes at 65536` of a copy's rate. There `torch.compile` has
+# :measured:`softmax-bwd-fp16: torch.compile / copy of as many bytes at 65536`, which is about what five trips leave:
+# both inputs read twice.
 #
 # A language model ends in a row of scores for each token, as long as its vocabulary, and its loss is a `log_softmax` of
 # that row. These are 4096 tokens in bfloat16, forward and backward, five trips together: the vocabularies of Llama 2,

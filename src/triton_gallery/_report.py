@@ -397,7 +397,9 @@ def _apart(xs: list, is_log: bool) -> list:
     places = {x: math.log(x) if is_log else x for x in xs}
     shown = xs[:1]
     for x in xs[1:]:
-        if places[x] - places[shown[-1]] >= 0.065 * (places[xs[-1]] - places[xs[0]]):
+        # Five digits take about a fifteenth of the axis, and each one more a fiftieth.
+        room = 0.065 + 0.02 * max(0, len(str(x)) - 5)
+        if places[x] - places[shown[-1]] >= room * (places[xs[-1]] - places[xs[0]]):
             shown.append(x)
     return shown
 
