@@ -99,9 +99,12 @@ class Records(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         if not gpus():
             return [nodes.note("", nodes.paragraph("", NONE_YET))]
+        reports = {
+            gpu: {path.stem: report(path.stem, gpu) for path in sorted((RECORDS / gpu).glob("*.json"))} for gpu in gpus()
+        }
         tabs = {}
-        for gpu in gpus():
-            found = {path.stem: report(path.stem, gpu) for path in sorted((RECORDS / gpu).glob("*.json"))}
+        # First the GPU with the most figures of today's kernels.
+        for gpu, found in sorted(reports.items(), key=lambda item: -_num_current(item[1])):
             lines = _summary(gpu, found)
             for name, one in found.items():
                 note_record(self.env, name)
@@ -131,9 +134,13 @@ class Records(SphinxDirective):
         return lines + [f"   {line}".rstrip() for line in _history(gpu, name)]
 
 
+def _num_current(found: dict) -> int:
+    return sum(not one.outdated for one in found.values())
+
+
 def _summary(gpu: str, found: dict) -> list[str]:
     rows = [("Measured", "ratio to the best peer: lowest", "median", "highest", "on")]
-    for name, one in found.items():
+    for name, one in sorted(found.items(), key=lambda item: item[1].outdated):
         if "-ladder-" in name or is_study(name):
             continue  # compares the versions of a page with one another, and these are no peers
         title = f":ref:`{one.record['title']} <{label(gpu, name)}>`"
