@@ -99,10 +99,8 @@ class Records(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         if not gpus():
             return [nodes.note("", nodes.paragraph("", NONE_YET))]
-        reports = {
-            gpu: {path.stem: report(path.stem, gpu) for path in sorted((RECORDS / gpu).glob("*.json"))} for gpu in gpus()
-        }
-        tabs = {}
+        tabs, names = {}, {gpu: [path.stem for path in sorted((RECORDS / gpu).glob("*.json"))] for gpu in gpus()}
+        reports = {gpu: {name: report(name, gpu) for name in names[gpu]} for gpu in names}
         # First the GPU with the most figures of today's kernels.
         for gpu, found in sorted(reports.items(), key=lambda item: -_num_current(item[1])):
             lines = _summary(gpu, found)
