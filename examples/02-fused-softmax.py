@@ -455,9 +455,10 @@ except ValueError as error:
 # .. math:: dx_i = y_i \left( dy_i - \sum_j dy_j \, y_j \right)
 #
 # is a reduction over the row and a pass over its elements, so its kernels look like those above: they read :math:`y`
-# and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64). On Hopper longer rows
-# wait in parts on several multiprocessors; elsewhere they are read twice, the second time from the L2 cache while they
-# fit there. Only :math:`y` has to be kept for it, not :math:`x`.
+# and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64), and up to 32768 of
+# float16 and bfloat16 where each row begins with 16 whole bytes: these wait for the sum as they came, two numbers in a
+# register. On Hopper longer rows wait in parts on several multiprocessors; elsewhere they are read twice, the second
+# time from the L2 cache while they fit there. Only :math:`y` has to be kept for it, not :math:`x`.
 
 x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
 dy = torch.randn_like(x)
@@ -526,7 +527,7 @@ torch._functorch.config.donated_buffer = False
 @tg.benchmark.perf_report(
     triton.testing.Benchmark(
         x_names=["N"],
-        x_vals=[256, 781, 1024, 2048, 4096, 8192, 16384, 32768, 65536],
+        x_vals=[256, 781, 1024, 2048, 3905, 4096, 8192, 12000, 16384, 20000, 32768, 65536],
         x_log=True,
         line_arg="provider",
         line_vals=["triton_gallery", "torch", "torch.compile"],

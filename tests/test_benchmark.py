@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 import triton_gallery
 from triton_gallery import _report, _source, benchmark
@@ -100,6 +101,25 @@ def bench_softmax(M, N, provider):
 def test_gbps_and_tflops_turn_fast_times_into_the_high_quantile():
     assert benchmark.gbps(8e6, (2.0, 1.0, 4.0)) == pytest.approx((4.0, 2.0, 8.0))
     assert benchmark.tflops(8e9, (2.0, 1.0, 4.0)) == pytest.approx((4.0, 2.0, 8.0))
+
+
+@triton.jit
+def copy_kernel(x_ptr, out_ptr, KEEP: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + offsets, eviction_policy="evict_last" if KEEP else "")
+    tl.store(out_ptr + offsets, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [2**20, 2**22])
+def test_measure_finds_nothing_in_the_cache_that_a_call_asked_it_to_keep(n, device):
+    x = torch.randn(n, device=device).half()
+    out = torch.empty_like(x)
+    plain, kept = (
+        benchmark.measure(functools.partial(copy_kernel[(n // 1024,)], x, out, KEEP=keep, BLOCK_SIZE=1024))[0]
+        for keep in (False, True)
+    )
+    assert kept > 0.9 * plain
 
 
 @pytest.mark.parametrize("timer", [lambda: benchmark.measure(lambda: None), lambda: benchmark.limit("copy")])

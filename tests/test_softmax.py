@@ -44,6 +44,18 @@ def path(request, monkeypatch):
     return request.param
 
 
+def record_launches(monkeypatch):
+    """The list of kernels that grows with each launch."""
+    launched, run_kernel = [], module.launch
+
+    def recording_launch(kernel, *args, **meta):
+        launched.append(kernel)
+        run_kernel(kernel, *args, **meta)
+
+    monkeypatch.setattr(module, "launch", recording_launch)
+    return launched
+
+
 def force_online(monkeypatch):
     monkeypatch.setattr(module, "_MAX_ROW_BYTES", 0)
     monkeypatch.setattr(module, "_ONLINE_BLOCK_BYTES", 64)
@@ -168,6 +180,14 @@ def test_softmax_around_the_longest_row_in_registers(dtype, device):
     limit = module._MAX_ROW_BYTES // (8 if dtype == torch.float64 else 4)
     for n_cols in (limit // 2 + 1, limit, limit + 1):
         check("softmax", torch.randn(2, n_cols, device=device).mul(3).to(dtype))
+
+
+@OPS
+@pytest.mark.parametrize("n_cols", [2049, 4104, 8193, 8200, 13_313, 16_383, 20_000])
+def test_gradient_of_rows_in_blocks(op, n_cols, device, monkeypatch):
+    launched = record_launches(monkeypatch)
+    check(op, torch.randn(3, n_cols, device=device).mul(3).half())
+    assert module._softmax_bwd_blocks_kernel in launched
 
 
 # Whole rows in shared memory, and rows in parts.
@@ -349,14 +369,7 @@ def test_parts_of_long_rows(op, dtype, path, device, monkeypatch):
     monkeypatch.setattr(
         module, "_strided_tile", lambda n_rows, n_cols, *args: one_tile if n_cols == 400 else (4, 32, 4)
     )
-    launched = []
-    run_kernel = module.launch
-
-    def recording_launch(kernel, *args, **meta):
-        launched.append(kernel)
-        run_kernel(kernel, *args, **meta)
-
-    monkeypatch.setattr(module, "launch", recording_launch)
+    launched = record_launches(monkeypatch)
     for n_rows, n_cols in ((1, 500), (2, 577)):
         x = torch.randn(n_rows, n_cols + 3, device=device).mul(3).to(dtype)[:, 1:-2]
         x[0, :200] = -INF  # parts with nothing in them
@@ -395,7 +408,7 @@ def test_each_path_has_its_kernels(path, device, monkeypatch):
     else:
         names = {
             "whole_rows": ["fwd", "bwd"],
-            "blocks": ["fwd_blocks", "bwd"],
+            "blocks": ["fwd_blocks", "bwd_blocks"],
             "online": ["online_fwd", "online_bwd"],
             "strided": ["strided_fwd", "strided_bwd"],
         }[path]

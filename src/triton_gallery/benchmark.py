@@ -8,6 +8,7 @@ records are written to, ``GALLERY_COMMAND`` the command to note in them, and ``G
 of the sources without its git history.
 """
 
+import ctypes
 import datetime
 import functools
 import importlib.resources
@@ -58,11 +59,13 @@ def _gpu(function: str) -> torch.device:
 def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> tuple[float, float, float]:
     """Time `fn` on the GPU, with the L2 cache flushed before each call.
 
-    As ``triton.testing.do_bench``, but the cache is flushed as often as it takes to keep the GPU busy until the host
-    has launched all of `fn`. Otherwise the time of a small backward pass would be that of the Python around it, and
-    would vary with the host. And a tiny kernel runs between the last flush and the clock's start. Without it, all calls
-    of one measurement, of whatever small kernel, take one of two times that lie half a microsecond apart, and those of
-    the next the other (seen on an H100); with it both occur in each.
+    As ``triton.testing.do_bench``, but for three things. The cache is flushed as often as it takes to keep the GPU busy
+    until the host has launched all of `fn`. Otherwise the time of a small backward pass would be that of the Python
+    around it, and would vary with the host. On NVIDIA's GPUs, what the last call asked the cache to keep, with
+    ``eviction_policy="evict_last"``, is made like all else first. Otherwise it outlives the flush, and a kernel that
+    asks for it finds its input in the cache. And a tiny kernel runs between the last flush and the clock's start.
+    Without it, all calls of one measurement, of whatever small kernel, take one of two times that lie half a
+    microsecond apart, and those of the next the other (seen on an H100); with it both occur in each.
 
     Args:
         fn: takes no argument and launches the work.
@@ -77,13 +80,21 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     tiny = torch.zeros(1, device=_gpu("measure"))
     driver = triton.runtime.driver.active
     device, cache = driver.get_device_interface(), driver.get_empty_cache_for_benchmark()
+    keep_nothing = _keep_nothing()
 
     def run(call: Callable, n_calls: int, n_flushes: int) -> torch.Tensor:
         """The time of each of n calls."""
         events = [[device.Event(enable_timing=True) for _ in range(2)] for _ in range(n_calls)]
+        last = None
         for start, end in events:
             for x in grad_to_none or ():
                 x.grad = None
+            driver.clear_cache(cache)
+            if last and keep_nothing:
+                # This works at once, so the last call must be over; meanwhile the GPU has a flush to do.
+                last.synchronize()
+                keep_nothing()
+            last = end
             for _ in range(n_flushes):
                 driver.clear_cache(cache)
             tiny.add_(1)
@@ -103,10 +114,16 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     host_ms = statistics.median(on_host() for _ in range(5))
     flush_ms = run(lambda: driver.clear_cache(cache), 5, 1).median().item()
     n_flushes = max(1, math.ceil(2 * host_ms / flush_ms))
-    call_ms = n_flushes * flush_ms + run(fn, 5, n_flushes).median().item()
+    call_ms = (1 + n_flushes) * flush_ms + run(fn, 5, n_flushes).median().item()
     run(fn, math.ceil(25 / call_ms), n_flushes)
     times = run(fn, math.ceil(100 / call_ms), n_flushes)
     return tuple(times.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist())
+
+
+@functools.cache
+def _keep_nothing() -> Callable[[], object] | None:
+    """The driver's call that makes what the L2 cache was asked to keep like all else; None where there is none."""
+    return ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache if torch.version.cuda else None
 
 
 class _Rate(tuple):

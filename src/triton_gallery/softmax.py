@@ -498,6 +498,45 @@ def _softmax_bwd_kernel(
     tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _softmax_bwd_blocks_kernel(
+    y_ptr,  # (n_rows, n_cols), the forward's output
+    dy_ptr,  # (n_rows, n_cols)
+    dx_ptr,  # (n_rows, n_cols), contiguous
+    n_cols,
+    y_row_stride,
+    dy_row_stride,
+    N_BLOCKS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
+    IS_LOG: tl.constexpr = False,
+    STATS_DTYPE: tl.constexpr = tl.float32,
+):
+    """Program i owns row i, in blocks of columns that are all full but the last."""
+    n_cols, y_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, y_row_stride, dy_row_stride)]
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_COLS)
+    y_row_ptr = y_ptr + row * y_row_stride
+    dy_row_ptr = dy_ptr + row * dy_row_stride
+    dx_row_ptr = dx_ptr + row * n_cols
+    # Until the sum is known, 16-bit numbers wait in registers as they came, two in each.
+    ys = ()
+    dys = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_COLS + lanes
+        mask = cols < n_cols if k == N_BLOCKS - 1 else None
+        ys += (tl.load(y_row_ptr + cols, mask=mask, other=None if mask is None else 0.0),)
+        dys += (tl.load(dy_row_ptr + cols, mask=mask, other=None if mask is None else 0.0),)
+    sums = tl.zeros((BLOCK_COLS,), STATS_DTYPE)
+    for k in tl.static_range(N_BLOCKS):
+        sums += _summand(ys[k].to(STATS_DTYPE), dys[k].to(STATS_DTYPE), IS_LOG)
+    row_sum = tl.sum(sums, axis=0)
+    for k in tl.static_range(N_BLOCKS):
+        dx = _gradient(ys[k].to(STATS_DTYPE), dys[k].to(STATS_DTYPE), row_sum, IS_LOG)
+        cols = k * BLOCK_COLS + lanes
+        tl.store(dx_row_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < n_cols if k == N_BLOCKS - 1 else None)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _softmax_online_bwd_kernel(
     y_ptr,  # (n_rows, n_cols), the forward's output
@@ -752,10 +791,11 @@ def _launch_rows(
     vectorized, meta["ALIGN"] = alignment(inputs, n_cols, *row_strides[:-1])
     block_cols = next_power_of_2(n_cols)
     col_bytes = len(inputs) * (8 if dtype == torch.float64 else 4)
-    if is_forward and n_cols > _ONE_BLOCK_COLS and n_cols * col_bytes <= _MAX_ROW_BYTES:
-        block_cols, num_warps = _block(*inputs, n_cols, vectorized)
+    if block := _block(inputs, n_cols, col_bytes, vectorized):
+        block_cols, num_warps = block
+        kernel = _softmax_fwd_blocks_kernel if is_forward else _softmax_bwd_blocks_kernel
         launch(
-            _softmax_fwd_blocks_kernel, (n_rows,), *inputs, out, n_cols, row_strides[0],
+            kernel, (n_rows,), *inputs, out, n_cols, *row_strides[:-1],
             N_BLOCKS=cdiv(n_cols, block_cols), BLOCK_COLS=block_cols, num_warps=num_warps, **meta,
         )  # fmt: skip
         return
@@ -841,9 +881,25 @@ def _num_warps(n_bytes: int) -> int:
     return next((warps for limit, warps in ((4096, 2), (16384, 4), (32768, 8)) if n_bytes <= limit), 16)
 
 
-def _block(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int]:
-    """(columns of a block, warps) for a row in registers: measured on an H200."""
-    if x.element_size() != 2 or not vectorized:
+def _block(inputs: tuple[torch.Tensor, ...], n_cols: int, col_bytes: int, vectorized: bool) -> tuple[int, int] | None:
+    """(columns of a block, warps) for a row in registers, measured on an H200, and backward on an H100.
+
+    None for rows that are shorter or longer.
+    """
+    size = inputs[0].element_size()
+    if len(inputs) == 2:
+        # Until the sum of a row is known, 16-bit numbers wait as they came, two in a register.
+        limit = 2 * _MAX_ROW_BYTES if size == 2 and vectorized else _MAX_ROW_BYTES
+        if n_cols <= 2 * _ONE_BLOCK_COLS or n_cols * col_bytes > limit:
+            return None
+        if size != 2:
+            return (1024, 4) if n_cols * size <= 32768 else (2048, 16)
+        if not vectorized:
+            return 1024, 8 if 8192 < n_cols <= 13 * 1024 else 4
+        return (1024, 4) if n_cols <= 8192 else (2048, 8)
+    if n_cols <= _ONE_BLOCK_COLS or n_cols * col_bytes > _MAX_ROW_BYTES:
+        return None
+    if size != 2 or not vectorized:
         # Numbers that cannot be loaded 16 bytes at a time take a register each, so they are spread over more threads.
         return (1024, 4 if n_cols <= 4096 else 8) if n_cols <= 16384 else (2048, 16)
     if n_cols <= 8192:
@@ -1043,16 +1099,17 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64) a row is read once and stays on the chip; longer ones are read
-        twice, the second time from the L2 cache while it fits there. (Backward these are 16384 and 8192 columns.) On
-        Hopper longer 16-bit or float32 rows are read once, too, if there are two or more, with up to 8 MiB each (on an
-        H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a row's end to the next
-        row: they lie in parts on several multiprocessors, which exchange their maxima and sums. (Backward these are 4
-        MiB each, down to an eighth of that where a row's length is no multiple of 16 bytes, if the incoming gradient is
-        so aligned and the numbers of x, of the result and of it are of one width.) Elsewhere a few rows of 128 KiB or
-        more are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in
-        memory, as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
-        float64, in the backward pass, and for rows that are dense and lie at uneven distances). The result repeats bit
-        for bit. The gradient has kernels of its own and can be differentiated again.
+        twice, the second time from the L2 cache while it fits there. (Backward these are 16384 and 8192 columns, and
+        32768 of a 16-bit dtype whose rows are 16-byte aligned.) On Hopper longer 16-bit or float32 rows are read once,
+        too, if there are two or more, with up to 8 MiB each (on an H200) and at least 4 MiB together, if x is 16-byte
+        aligned and so is the distance from a row's end to the next row: they lie in parts on several multiprocessors,
+        which exchange their maxima and sums. (Backward these are 4 MiB each, down to an eighth of that where a row's
+        length is no multiple of 16 bytes, if the incoming gradient is so aligned and the numbers of x, of the result
+        and of it are of one width.) Elsewhere a few rows of 128 KiB or more are cut into parts that are read twice, so
+        that they keep the whole GPU busy. Rows that are not dense in memory, as with any dim but the last, are read
+        where they lie, in tiles, and twice beyond 2048 columns (1024 for float64, in the backward pass, and for rows
+        that are dense and lie at uneven distances). The result repeats bit for bit. The gradient has kernels of its own
+        and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery

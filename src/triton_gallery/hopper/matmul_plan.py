@@ -200,14 +200,13 @@ def _pointer_config(
         block_k = max(32 // itemsize, min(step_bytes // itemsize, next_power_of_2(k)))
         # One stage more than fits into 176 KiB pays where K is long; of 64 × 64 it costs one or two per cent elsewhere.
         room = (192 if k * itemsize >= 8192 else 176) * 1024
-        num_stages = num_stages or min(max_stages, room // ((block_m + block_n) * step_bytes))
+        num_stages = num_stages or min(6, room // ((block_m + block_n) * step_bytes))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
         return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
 
     # Many short steps along K start a program sooner than few long ones, and of a long K they cost more. Seven or eight
     # stages were mostly slower than six. (float32 has a plan of its own, in ``matmul.py``, and does not come here.)
-    long_k, max_stages = (2048, 8) if itemsize == 4 else (1536 // itemsize, 6)
-    step_bytes = 128 if K < long_k else 256
+    step_bytes = 128 if K < 1536 // itemsize else 256
     if min(M, N) <= 16:
         # Reading the other matrix is the whole cost. One program has as much of it on its way as shared memory holds.
         n_strips = {width: n_matrices * cdiv(max(M, N), width) for width in (32, 64)}
