@@ -29,7 +29,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "_FWD_MAX_BYTES", 256)
     monkeypatch.setattr(module, "_ONE_BLOCK_COLS", 32)
 
-    def small_tile(x, n_cols, vectorized):
+    def small_tile(x, n_rows, n_cols, vectorized):
         block_n = module.next_power_of_2(n_cols)
         return 32 // block_n, block_n, 4
 
