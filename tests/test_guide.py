@@ -108,13 +108,13 @@ def launch(kernel, grid):
         launched.add(kernel.__name__)
     return compile
 
-def measure(call):
+def measure(call, quantiles=None):
     call()
     return 1.0, 0.9, 1.1
 
 triton.runtime.jit.JITFunction.__getitem__ = launch
 torch.cuda.get_device_properties = lambda: SimpleNamespace(multi_processor_count=132)
-tg.benchmark.measure = measure
+tg.benchmark.measure = triton.testing.do_bench = triton.testing.do_bench_cudagraph = measure
 for report in benchmarks(chapter, folder):
     bench = report.benchmark
     report.fn.__globals__.update(DEVICE="meta", stopwatch=measure, calls_per_ms=measure)
