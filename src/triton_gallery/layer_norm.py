@@ -57,7 +57,7 @@ _DWDB_TILE = 8192
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _layer_norm_fwd_kernel(
     x_ptr,  # (n_rows, n_cols)
     weight_ptr,  # (n_cols,) or None
