@@ -560,14 +560,23 @@ report_backward.plot()
 report_backward
 
 # %%
-# Up to 16384 columns a row is in registers, here and with `torch.compile`, and both are near a copy's rate. From 1024
-# columns on ours is the slower one, most at 2048, with :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at
-# 2048` of the other's rate. Longer rows of ours lie in parts on several multiprocessors, as they do forward. At 32768
-# columns `torch.compile`, which by its rate still reads each row once, is ahead, too: we are at
-# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 32768`. At 65536 we reach :measured:`softmax-bwd-fp16:
-# triton_gallery / copy of as many bytes at 65536` of a copy's rate. There `torch.compile` has
-# :measured:`softmax-bwd-fp16: torch.compile / copy of as many bytes at 65536`, which is about what five trips leave:
-# both inputs read twice.
+# Up to 32768 columns a row of ours waits in registers for its sum. `torch.compile` has kernels that walk a row twice,
+# from 2048 columns on, and the second walk finds it in a cache. We are well ahead at 3905 columns, an odd number, and
+# at 65536. Elsewhere the two are close, and mostly `torch.compile` is ahead: at 2048 columns we are at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048` of its rate, at 16384 at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 16384`.
+#
+# How can two walks be quicker than one? The loads of the first carry the hint `evict_last`. We gave it to ours, which
+# never come back, and they were about as quick. Then we let the last flush before each call read memory instead of
+# writing zeros to it, and up to 4096 columns it made no difference any more which of the two ran, nor whether ours had
+# the hint. So such a lead is about a cache full of zeros that memory does not have yet (:doc:`chapter 5
+# </programming-guide/chapter-5/performance>` has a section on this). Between the kernels of a program the hint was
+# worth next to nothing, and one that reads under it what the last one wrote became slower at some sizes. We do without.
+#
+# Longer rows lie in parts on several multiprocessors, as they do forward. At 65536 we reach
+# :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 65536` of a copy's rate. There `torch.compile`
+# has :measured:`softmax-bwd-fp16: torch.compile / copy of as many bytes at 65536`, which is about what five trips
+# leave: both inputs read twice.
 #
 # A language model ends in a row of scores for each token, as long as its vocabulary, and its loss is a `log_softmax` of
 # that row. These are 4096 tokens in bfloat16, forward and backward, five trips together: the vocabularies of Llama 2,
