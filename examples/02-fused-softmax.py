@@ -891,8 +891,9 @@ report_short
 # :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at 256` at 256. 131072 rows of 32 numbers run at
 # :measured:`softmax-short-fp16: triton_gallery at 32`, and 4096 rows of 1024, which are as many numbers, at
 # :measured:`softmax-fp16: triton_gallery at 1024`. That rows are short costs nothing by itself. Our lead over
-# `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32 columns, and none at
-# 1024.
+# `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32 columns, and none from
+# 256 on. At 128 we are at :measured:`softmax-short-fp16: triton_gallery / torch.compile at 128`, where an earlier
+# record has both level.
 
 # %%
 # At the other end rows are long, or few, or both, as the logits that a language model writes for the next word of each

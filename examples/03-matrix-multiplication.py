@@ -775,13 +775,14 @@ ladder
 # 32 have to make do with the older `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it
 # has to wait for them. As long as L2 holds all that is needed, the order of tiles decides little: the rate in groups is
 # :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 2048` of that row by row at 2048³ and
-# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` at 4096³. With larger matrices it gains
-# more than our count promised, :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` at 8192³ and
-# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384` at 16384³. The count has all programs in
-# step; real ones are not, and what one has fetched may have left the cache when its neighbour comes for it. The small
-# tiles fall back as well (:measured:`matmul-ladder-fp16: a walk along K at 4096` at 4096³,
-# :measured:`matmul-ladder-fp16: a walk along K at 8192` at 8192³, where each matrix is larger than L2). To compare
-# torch and the library, trust the sweep above, which measures them in three rounds, in alternating order.
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` at 4096³. At 8192³ it is
+# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` here, and more or less from record to
+# record. At 16384³ groups gain more than our count promised, :measured:`matmul-ladder-fp16: large tiles in groups /
+# large tiles at 16384`. The count has all programs in step; real ones are not, and what one has fetched may have left
+# the cache when its neighbour comes for it. The small tiles fall back as well (:measured:`matmul-ladder-fp16: a walk
+# along K at 4096` at 4096³, :measured:`matmul-ladder-fp16: a walk along K at 8192` at 8192³, where each matrix is
+# larger than L2). To compare torch and the library, trust the sweep above, which measures them in three rounds, in
+# alternating order.
 
 # %%
 # Over the ridge
@@ -1331,7 +1332,7 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
 # what chosen sizes hide. In 32 × 3056 × 6976, narrower tiles are better than parts: 96 tiles of 64 × 32 need no second
 # kernel. Of the :math:`K` of 2128 × 112 × 4432, no number makes enough equal parts that are multiples of 16, so the
-# library takes the fifth rung, whose parts may begin anywhere. The three lowest have tiles for a part of the GPU and
+# library takes the fifth rung, whose parts may begin anywhere. Most of the lowest have tiles for a part of the GPU and
 # much to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one are empty.
 # With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in
 # most that were drawn, and ahead in none by much; the last line that is printed where they are drawn has the range. For

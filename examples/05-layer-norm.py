@@ -129,8 +129,8 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 #
 # - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the least power of two that
 #   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. The package makes tiles of at
-#   least 2048 numbers: two rows of 1024, or 32 of 64, because with one short row to a program most threads would have
-#   nothing to do.
+#   least 2048 numbers: two rows of 1024 (four, where there are many), or 32 of 64, because with one short row to a
+#   program most threads would have nothing to do.
 # - `COMPUTE_DTYPE` is the dtype of the statistics: float32, and float64 for float64 input. What is loaded is widened
 #   at once, and narrowed again only by the last store.
 # - `mean` is :math:`\mu`. Lanes beyond the row's end were loaded as 0, and 0 adds nothing to a sum.
@@ -466,9 +466,9 @@ ladder
 # at 9216` of a copy there.
 #
 # From the row in registers to the library no trip is saved. What changes are the tile and its warps. A row of 1024
-# columns is little work for a program of 8 warps, so the library takes two warps and gives them two rows. A row of 9216
-# leaves almost half of our block of 16384 empty, and one of 12288 a quarter. The library takes five blocks of 2048 for
-# the one, with half a block left over, and three of 4096 for the other, with nothing:
+# columns is little work for a program of 8 warps, so the library takes four warps and gives them four rows. A row of
+# 9216 leaves almost half of our block of 16384 empty, and one of 12288 a quarter. The library takes five blocks of 2048
+# for the one, with half a block left over, and three of 4096 for the other, with nothing:
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 9216` and
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 12288`.
 
@@ -961,7 +961,7 @@ tg.codegen.inspect(
 # registers to match. On NVIDIA's GPUs it has shared memory as well: that is where the loads of later rows wait, as
 # 16-bit numbers, which the pipelined loop started ahead of time.
 #
-# Here is the kernel from the top of the page line by line, at 1024 columns, where a tile has two rows. The line with
+# Here is the kernel from the top of the page line by line, at 1024 columns, where a tile has four rows. The line with
 # `tl.where` became a select for each number, `FSEL` in SASS, and no branch.
 
 x_short, w_short = torch.empty(4096, 1024, dtype=torch.float16, device="meta"), w_meta[:1024]
@@ -1007,8 +1007,8 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
 #
 # The strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each length. At 1024
-# columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate and at 8192 at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 8192`, where the bands of both overlap. At 9216 it
+# columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate, where the bands
+# of both overlap, and at 8192 at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 8192`. At 9216 it
 # is :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` and at 14336
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336`, but at 10752 :measured:`layer-norm-fwd-fp16:
 # triton_gallery / torch.compile at 10752` and at 13824 :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile

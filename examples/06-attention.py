@@ -1519,17 +1519,18 @@ for seq_len in (512, 1024, 4096, 16384):
 # positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a mask
 # and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of long
 # and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`; what differs between the two sweeps we have
-# not looked into.) Short sequences are about even or a little behind: with head dimension 64 at worst at
-# :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask, at
-# :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and with 128 and a mask at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`.) Short sequences are about even or a little
+# behind: with head dimension 64 at worst at :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and,
+# with a mask, at :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and with 128 and a mask at
 # :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 512` with 512 positions. From 2048 positions on
 # all are ahead. The backward passes with a mask begin with the longest tiles, and are at worst at
 # :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
 # :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about even
 # with cuDNN's with head dimension 128, from :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to
-# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`. With 64 they are ahead, but with 4096 positions
-# at :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at 4096`; why, we do not know.
+# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`. With 64 they are even or ahead, from
+# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16:
+# triton_gallery / cuDNN at best`. (In the record before, of the same kernels, one point of these was far behind: with
+# 4096 positions. Why, we do not know.)
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
