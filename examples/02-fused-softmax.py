@@ -569,9 +569,9 @@ report_backward
 # How can two walks be quicker than one? The loads of the first carry the hint `evict_last`. We gave it to ours, which
 # never come back, and they were about as quick. Then we let the last flush before each call read memory instead of
 # writing zeros to it, and up to 4096 columns it made no difference any more which of the two ran, nor whether ours had
-# the hint. So such a lead is about a cache full of zeros that memory does not have yet (:doc:`chapter 5
-# </programming-guide/chapter-5/performance>` has a section on this). Between the kernels of a program the hint was
-# worth next to nothing, and one that reads under it what the last one wrote became slower at some sizes. We do without.
+# the hint. So such a lead is about a cache full of zeros that memory does not have yet: the guide's chapter *What makes
+# a kernel fast* has a section on how cold a cache is. Between the kernels of a program the hint was worth next to
+# nothing, and one that reads under it what the last one wrote became slower at some sizes. We do without.
 #
 # Longer rows lie in parts on several multiprocessors, as they do forward. At 65536 we reach
 # :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 65536` of a copy's rate. There `torch.compile`
