@@ -1503,7 +1503,7 @@ print(decode_report.summary())
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
 # curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
 # and its division and store at the end, which a short walk along the keys pays for more often. At 16384 positions
-# our forward curve with head dimension 64 is lower again, and cuDNN's, too; the cause we have not measured.
+# cuDNN's curve with head dimension 64 is lower again, and ours is a little below its best; why, we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count. That is the
@@ -1519,18 +1519,18 @@ for seq_len in (512, 1024, 4096, 16384):
 # positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a mask
 # and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of long
 # and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`.) Short sequences are about even or a little
-# behind: with head dimension 64 at worst at :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and,
-# with a mask, at :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and with 128 and a mask at
-# :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 512` with 512 positions. From 2048 positions on
-# all are ahead. The backward passes with a mask begin with the longest tiles, and are at worst at
-# :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
+# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`.) Short sequences are about even, or a little
+# behind with 512 positions: with head dimension 64 at worst at :measured:`attention-fwd-d64-fp16: triton_gallery /
+# cuDNN at worst` and, with a mask, at :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and
+# with 128 and a mask at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 512`.
+# From 2048 positions on they are even or ahead. The backward passes with a mask begin with the longest tiles, and are
+# at worst at :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
 # :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about even
 # with cuDNN's with head dimension 128, from :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to
 # :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`. With 64 they are even or ahead, from
 # :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16:
-# triton_gallery / cuDNN at best`. (In the record before, of the same kernels, one point of these was far behind: with
-# 4096 positions. Why, we do not know.)
+# triton_gallery / cuDNN at best`. (In two earlier records, of the same kernels, the point with 4096 positions was far
+# behind. Why, we do not know.)
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
@@ -1555,11 +1555,11 @@ for seq_len in (512, 1024, 4096, 16384):
 # default with 4096 positions, at worst :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
 # triton_gallery at worst`, and with 4096 positions :measured:`attention-bwd-deterministic-fp16: triton_gallery
 # deterministic / cuDNN at 4096` the rate of cuDNN in its default mode, at worst
-# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions, and
-# by little with 1024, it is the quicker one of our two, at :measured:`attention-bwd-deterministic-fp16: triton_gallery
-# deterministic / triton_gallery at 512` and :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
-# triton_gallery at 1024`; the library does not look at the length. (The summary below has the ratios of this default to
-# all others, also to the deterministic ones.)
+# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions it is
+# the quicker one of our two, and with 1024 they are about even, at :measured:`attention-bwd-deterministic-fp16:
+# triton_gallery deterministic / triton_gallery at 512` and :measured:`attention-bwd-deterministic-fp16: triton_gallery
+# deterministic / triton_gallery at 1024`; the library does not look at the length. (The summary below has the ratios of
+# this default to all others, also to the deterministic ones.)
 #
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
 # FlexAttention's rate.
