@@ -146,7 +146,7 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 #   branch costs nothing when it runs. Without a mean, the kernel computes RMS norm.
 # - `n // ALIGN * ALIGN` shows the compiler multiples of 8, as on page two. Our launcher leaves `ALIGN` at 1.
 #
-# Five lines launch it. (`num_warps=8` spreads a row over 256 threads; the library chooses by the length.)
+# Five lines launch it. (`num_warps=8` spreads a row over 256 threads; the library chooses by the shape.)
 
 
 def layer_norm_forward(x, w, b, eps=1e-5, BLOCK_M=1):
@@ -361,8 +361,8 @@ print(f"partial rows add {extra / useful:.0%} to the traffic of the backward pas
 # The public function
 # -------------------
 # `triton_gallery.layer_norm` takes the arguments of `torch.nn.functional.layer_norm`, any shape and stride, and has
-# gradients, second ones included. It picks the tile from the length of the row. `triton_gallery.rms_norm` is the same
-# without mean and bias.
+# gradients, second ones included. It picks the tile from the length of the rows, their number and dtype.
+# `triton_gallery.rms_norm` is the same without mean and bias.
 
 x3 = torch.randn(3, 5, 40, device=DEVICE, requires_grad=True)
 w3, b3 = (torch.randn(5, 40, device=DEVICE, requires_grad=True) for _ in range(2))
@@ -470,7 +470,9 @@ ladder
 # 9216 leaves almost half of our block of 16384 empty, and one of 12288 a quarter. The library takes five blocks of 2048
 # for the one, with half a block left over, and three of 4096 for the other, with nothing:
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 9216` and
-# :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 12288`.
+# :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 12288`. At 8192, where the block of the
+# row in registers has no empty lane, nothing is gained, :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in
+# registers at 8192`.
 
 # %%
 # Three ways to one sum
@@ -981,8 +983,8 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # With longer rows the rate should rise. Up to 8192 columns the curve of the backward pass does: from
 # :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 to :measured:`layer-norm-bwd-fp16: triton_gallery at
 # 6656` at 6656, although a fourth block of 2048 has just begun there and is mostly empty, and to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192. Where a fifth one begins it gives a little back,
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and hardly moves from there to 10240. Beyond 10240 a
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192. Where a fifth one begins it levels off, with
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and little more from there to 10240. Beyond 10240 a
 # row of 16 bits and its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in
 # Gluon): `x`, `dy` and the weight wait in shared memory, from where they can be read twice, and registers hold the sums
 # alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer
@@ -998,7 +1000,8 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
 #
 # - forward :measured:`layer-norm-fwd-fp16: triton_gallery / copy of as many bytes at 8192` and
-#   :measured:`layer-norm-fwd-fp16: triton_gallery / peers at 8192`
+#   :measured:`layer-norm-fwd-fp16: triton_gallery / peers at 8192`; the lowest ratio of the whole sweep is
+#   :measured:`layer-norm-fwd-fp16: triton_gallery / peers at worst`
 # - backward :measured:`layer-norm-bwd-fp16: triton_gallery / copy of as many bytes at 8192` and
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at 8192`; the lowest ratio of the whole sweep is
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at worst`
@@ -1006,10 +1009,10 @@ for each in (forward_report, long_report, backward_report, shapes_report, odd_re
 # All of this is the GPU's time. A backward pass also takes the host some time, which no record holds: it walks through
 # autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
 #
-# The strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each length. At 1024
-# columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate, where the bands
-# of both overlap, and at 8192 at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 8192`. At 9216 it
-# is :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` and at 14336
+# At most lengths the strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each. At
+# 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate, where the
+# bands of both overlap, and at 8192 at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 8192`. At 9216
+# it is :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` and at 14336
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336`, but at 10752 :measured:`layer-norm-fwd-fp16:
 # triton_gallery / torch.compile at 10752` and at 13824 :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile
 # at 13824`. Whether blocks of 2048 fill a row does not decide it: they fill 14336, and not 9216. What does, we have not
