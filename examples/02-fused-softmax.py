@@ -701,13 +701,13 @@ ladder
 # rate. The library saves that trip again, because it keeps a row where the second walk finds it, and reaches
 # :measured:`softmax-ladder-fp16: triton_gallery / limit at 65536`.
 #
-# Blocks without idle lanes are worth little at 5120 columns, :measured:`softmax-ladder-fp16: safe, in blocks / safe,
-# row in registers at 5120`: there are registers for the idle ones, too. At 12288 it is :measured:`softmax-ladder-fp16:
-# safe, in blocks / safe, row in registers at 12288`. At 32768 they have too few threads: with 128 of them this rung
+# Blocks without idle lanes are worth little: :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers
+# at 5120` at 5120 columns, where there are registers for the idle ones, too, and :measured:`softmax-ladder-fp16: safe,
+# in blocks / safe, row in registers at 12288` at 12288. At 32768 they have too few threads: with 128 of them this rung
 # spills. The library has gone over to the kernel with the chunks there, on Hopper, and takes 16 warps on other GPUs.
 #
 # Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
-# of a copy's rate at the right end, half of what eight trips leave; we have not looked into why. And at 4096 columns
+# of a copy's rate at the right end, where eight trips leave a quarter; we have not looked into why. And at 4096 columns
 # the naive curve and the safe one do meet; at 16384 the naive kernel reaches :measured:`softmax-ladder-fp16: naive, row
 # in registers / safe, row in registers at 16384` the other's rate, although it takes no maximum. But it takes
 # `tl.exp`, which in machine code is three instructions more for each number than the `_exp` of a 16-bit result, and it
@@ -887,8 +887,9 @@ report_short
 # the GPU takes, and not by anything in the kernel: :measured:`softmax-fp16: triton_gallery / limit at 1024` of a large
 # copy's rate there, :measured:`softmax-short-fp16: triton_gallery / limit at 1024` here. Towards short rows the matrix
 # shrinks and what starting costs does not. A copy of as many bytes, the dotted line, has to start as well, and with it
-# we are level: :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at 32` of its rate at 32 columns,
-# :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at 256` at 256. 131072 rows of 32 numbers run at
+# we are about level: :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at 32` of its rate at 32
+# columns, :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at 256` at 256, and at worst
+# :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at worst`. 131072 rows of 32 numbers run at
 # :measured:`softmax-short-fp16: triton_gallery at 32`, and 4096 rows of 1024, which are as many numbers, at
 # :measured:`softmax-fp16: triton_gallery at 1024`. That rows are short costs nothing by itself. Our lead over
 # `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32 columns, and none from
