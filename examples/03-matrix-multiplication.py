@@ -680,8 +680,9 @@ report_backward
 
 # %%
 # Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
-# triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192: about
-# the picture of single products. (768 and 1536, where these lose most, are not in this sweep.)
+# triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, and
+# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even. (1536, where single products lose
+# most, is not in this sweep.)
 
 # %%
 # What each rung is worth
@@ -1237,7 +1238,7 @@ for n in (256, 512, 1024):
 # the fifth rung's kernel, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³
 # there would be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36
 # multiprocessors are idle, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1536`. At 1024³ one round
-# needs small tiles of 64 × 128; still we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and
+# needs small tiles of 64 × 128, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and
 # at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
@@ -1281,8 +1282,8 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 6144` at 6144³ and
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` at 8192³
 #
-# The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and all
-# medians here stay below it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
+# The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
+# median of another size may come up to it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
@@ -1303,7 +1304,7 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # of as many bytes gained as well, and stayed ahead of both. No record holds this.)
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of
-# torch's rate, where less than a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once, and we are at
+# torch's rate, where about a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once, and we are at
 # :measured:`matmul-long-fp16: triton_gallery / torch at 2048`. From 4096 on :math:`K` is cut: we are at
 # :measured:`matmul-long-fp16: triton_gallery / torch at 4096` there, the lowest of the sweep, at
 # :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, at :measured:`matmul-long-fp16: triton_gallery /
@@ -1314,7 +1315,7 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
-# it that this pays: here from 4095 on, where it is about even or ahead: we are at :measured:`matmul-odd-fp16:
+# it that this pays: here from 4095 on, where it is a little ahead: we are at :measured:`matmul-odd-fp16:
 # triton_gallery / torch.compile at 4095` of its rate at 4095³ and at :measured:`matmul-odd-fp16: triton_gallery /
 # torch.compile at 8191` at 8191³. Below, it left the matrices as they are, and our rate is :measured:`matmul-odd-fp16:
 # triton_gallery / torch.compile at 1023` its own at 1023³ and :measured:`matmul-odd-fp16: triton_gallery /
