@@ -1283,7 +1283,8 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` at 8192³
 #
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
-# median of another size may come up to it. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
+# median of another size may come up to it. In float8 it is the quicker product whose sums have fewer bits, which
+# neither curve uses.
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
