@@ -120,7 +120,7 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
 # This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below,
-# and so do most rows of odd lengths.
+# and so do most rows whose length is no multiple of 8 (of 4 in float32). We call such lengths *odd*, as on page two.
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
@@ -128,11 +128,12 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # Line by line:
 #
 # - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the least power of two that
-#   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. The package makes tiles of at
-#   least 2048 numbers: two rows of 1024 (four, where there are many), or 32 of 64, because with one short row to a
+#   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. The package makes tiles of 1024
+#   numbers of 16 bits or more: a row of 1024 (four, where there are many), or 16 of 64, because with one short row to a
 #   program most threads would have nothing to do.
 # - `COMPUTE_DTYPE` is the dtype of the statistics: float32, and float64 for float64 input. What is loaded is widened
 #   at once, and narrowed again only by the last store.
+# - `weight` and `bias` are needed last and asked for first. Why, a section below says.
 # - `mean` is :math:`\mu`. Lanes beyond the row's end were loaded as 0, and 0 adds nothing to a sum.
 # - `tl.where` puts those lanes back to 0 after the subtraction. They would hold :math:`-\mu` otherwise, and their
 #   squares would count in the variance.
@@ -684,6 +685,60 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # change nothing. (The flat roof is that of the matrix unit, which a layer norm cannot use. Its own, that of float32
 # additions, is some twenty times lower, and its ridge is still to the right of both passes.)
 #
+# A handful of rows
+# -----------------
+# A language model that answers has a row for each text it is writing: one, or some dozens. Of so few rows the bytes no
+# longer decide. A kernel has to start, and whatever it asks memory for is some hundreds of nanoseconds on its way, one
+# number or a thousand. So what counts is how often a program waits for something before it can ask for the next.
+#
+# It has to wait for `x` before it has the sums, and for the sums before it can write. It need not wait for weight and
+# bias in between, since they do not depend on the sums. That is why the kernel at the top of the page asks for both
+# together with `x`. In the text this is a matter of taste; in the machine code it is not, as the compiler moves no load
+# across the barriers of a sum. In longer rows, which take the kernel with blocks, weight and bias loaded early wait in
+# registers for as long as the row does. With 6144 numbers of 16 bits there is room for that. Longer rows would have
+# fewer neighbours on their multiprocessor, which costs more than it saves, unless there are so few that all programs
+# run at once. Then the library loads early, too, and spreads a row over more threads.
+#
+# Here are rows of 4096 bfloat16 numbers, from one of them to a thousand. We count the bytes of the weight and the bias
+# as well: for one row they are half of all.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["M"],
+        x_vals=[1, 4, 16, 64, 128, 256, 512, 1024],
+        x_log=True,
+        y_log=True,
+        line_arg="provider",
+        line_vals=PROVIDERS,
+        line_names=PROVIDERS,
+        ylabel="GB/s",
+        xlabel="number of rows",
+        plot_name="layer-norm-few-bf16",
+        args={"N": 4096},
+    ),
+    title="Layer norm, forward pass of few rows of 4096, bfloat16",
+    limit="copy",
+    rounds=3,
+)
+def bench_few_rows(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16)
+    w, b = torch.randn(2, N, device=DEVICE, dtype=torch.bfloat16)
+    fn = provided(provider)
+    return tg.benchmark.gbps(2 * x.nbytes + w.nbytes + b.nbytes, tg.benchmark.measure(lambda: fn(x, w, b)))
+
+
+few_report = bench_few_rows.run()
+
+# %%
+
+few_report.plot()
+
+# %%
+
+few_report
+
+# %%
 # Rows that outgrow a multiprocessor
 # ----------------------------------
 # Our curve of the forward pass ends where a row still stays in one program from its first load to its last store. How
@@ -697,14 +752,14 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # there is a third trip, which leaves two thirds of a copy's rate. If there are two programs on each of 132
 # multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H100's L2 cache has 50.
 #
-# On Hopper the library does not let go. A row of more than 24576 numbers lies in parts on several multiprocessors, up
-# to 6 MiB of it on an H100. The programs of the parts tell each other what they have found: page two explains how they
-# can, why that needs a *cooperative* launch, and that they send what they have found of a row before they write the row
-# ahead of it. There they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula
-# from above, which joined the lanes of a program, joins programs. A part has up to 4 KiB, and its program a single
-# warp, of which a multiprocessor holds twelve. That leaves each of them a twelfth of the registers, and there it keeps
-# weight and bias: all of its rows share them. To load both again for each row would take twice as many bytes as `x` has
-# from the L2 cache, and would keep the longest rows far below a copy's rate.
+# On Hopper the library does not let go. A row of more than 40960 numbers (24576, if they have 32 bits) lies in parts on
+# several multiprocessors, up to 6 MiB of it on an H100. The programs of the parts tell each other what they have found:
+# page two explains how they can, why that needs a *cooperative* launch, and that they send what they have found of a
+# row before they write the row ahead of it. There they exchange a maximum and a sum, here a mean and a sum of squared
+# distances, and Chan's formula from above, which joined the lanes of a program, joins programs. A part has up to 4 KiB,
+# and its program a single warp, of which a multiprocessor holds twelve. That leaves each of them a twelfth of the
+# registers, and there it keeps weight and bias: all of its rows share them. To load both again for each row would take
+# twice as many bytes as `x` has from the L2 cache, and would keep the longest rows far below a copy's rate.
 #
 # The order of the first loads counts, too. A program asks for its part of the first row, then for the weight, the
 # second row, the bias and the third row. If it asked for the three rows first, weight and bias would come last. Nothing
@@ -958,10 +1013,10 @@ tg.codegen.inspect(
 )
 
 # %%
-# At this length both kernels are those with blocks: eight of them hold a row on the way forward, and four on the way
-# back. The backward kernel holds `x`, `dy`, the weight and the sums for `dw` and `db`, all in float32, and uses the
-# registers to match. On NVIDIA's GPUs it has shared memory as well: that is where the loads of later rows wait, as
-# 16-bit numbers, which the pipelined loop started ahead of time.
+# At this length both kernels are those with blocks, of which four hold a row, on the way forward and back. The backward
+# kernel holds `x`, `dy`, the weight and the sums for `dw` and `db`, all in float32, and uses the registers to match. On
+# NVIDIA's GPUs it has shared memory as well: that is where the loads of later rows wait, as 16-bit numbers, which the
+# pipelined loop started ahead of time.
 #
 # Here is the kernel from the top of the page line by line, at 1024 columns, where a tile has four rows. The line with
 # `tl.where` became a select for each number, `FSEL` in SASS, and no branch.
@@ -973,7 +1028,7 @@ tg.codegen.listing(tg.layer_norm, x_short, 1024, w_short, w_short)
 # Where the time goes
 # -------------------
 
-for each in (forward_report, long_report, backward_report, shapes_report, odd_report):
+for each in (forward_report, few_report, long_report, backward_report, shapes_report, rms_report, odd_report):
     print(each.summary())
 
 # %%

@@ -262,6 +262,16 @@ def test_every_provider_gets_the_same_random_inputs(fake_gpu):
     assert seen["triton_gallery", 256] == seen["torch", 256]
 
 
+@pytest.mark.parametrize("point", [3.0, (1.0, 2.0), (0.0, 1.0, 1.0), (math.nan,) * 3, "abc"], ids=str)
+def test_run_refuses_what_is_no_rate(point, fake_gpu):
+    def bench(M, N, provider):
+        return point
+
+    message = f"softmax-fp16: bench must return a median and two quantiles, .* for triton_gallery it gave {point!r}"
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+
+
 def test_several_sizes_per_x(fake_gpu):
     seen = []
 
@@ -306,10 +316,17 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({"ylabel": "ms"}, {}, ValueError, "ylabel must be one of GB/s, TFLOP/s, calls/ms, got 'ms'"),
         ({"line_names": ["ours", "torch"]}, {}, ValueError, "line_names must name each value"),
         ({"line_vals": ["triton_gallery"]}, {}, ValueError, "line_names must name each value"),
-        ({}, {"limit": "matmul-fp16"}, ValueError, "limit must be one of copy for GB/s, got 'matmul-fp16'"),
+        ({"line_names": ["triton_gallery"] * 2}, {}, ValueError, "no two alike, one 'triton_gallery', got"),
+        ({"x_vals": []}, {}, ValueError, "x_vals must hold one value or more, no two alike, got []"),
+        ({"x_vals": [256, 256]}, {}, ValueError, "no two alike, got [256, 256]"),
+        ({"x_vals": [(1, 2)]}, {}, ValueError, "a number or 1, one for each x_name, got [[1, 2]]"),
+        ({"x_vals": [0], "x_log": True}, {}, ValueError, "x_vals must be positive where x_log is set, got [0]"),
+        ({"args": None}, {}, TypeError, "args must be a dict, got NoneType"),
+        ({}, {"limit": "matmul-fp16"}, ValueError, "for GB/s limit must be one of None, copy, got 'matmul-fp16'"),
+        ({"ylabel": "calls/ms"}, {"limit": "copy"}, ValueError, "for calls/ms limit must be one of None, got 'copy'"),
         ({}, {"rounds": 0}, ValueError, "rounds must be an int of at least 1, got 0"),
         ({}, {"rounds": 1.5}, ValueError, "rounds must be an int of at least 1, got 1.5"),
-        ({}, {"limit": ["copy"]}, ValueError, "limit must be one of copy for GB/s, got ['copy']"),
+        ({}, {"limit": ["copy"]}, ValueError, "limit must be one of None, copy, got ['copy']"),
         ({"plot_name": None}, {}, TypeError, "plot_name must be a str, got NoneType"),
         ({"line_names": None}, {}, TypeError, "line_names and line_vals must be lists"),
     ],
@@ -330,7 +347,17 @@ def test_perf_report_refuses_a_list_of_benchmarks():
         benchmark.perf_report([make_benchmark()], title="Softmax")
 
 
+def test_measure_refuses_a_tensor_in_place_of_a_list():
+    with pytest.raises(TypeError, match="grad_to_none must be a list of tensors, got a tensor"):
+        benchmark.measure(print, grad_to_none=torch.zeros(2))
+
+
 # --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_load_refuses_what_is_no_name():
+    with pytest.raises(TypeError, match="load: name must be a str, got NoneType"):
+        benchmark.load(None)
 
 
 def test_run_without_a_gpu_loads_the_committed_record(records, monkeypatch, capsys):
@@ -787,7 +814,7 @@ def test_quote(reference, text, records):
 @pytest.mark.parametrize(
     ("reference", "error", "message"),
     [
-        ("softmax-fp64: torch at 4096", FileNotFoundError, "benchmark softmax-fp64: no record is committed"),
+        ("softmax-fp64: torch at 4096", FileNotFoundError, "benchmark softmax-fp64: no record has this name"),
         ("softmax-fp16: cudnn at 4096", ValueError, "one of triton_gallery, torch, torch.compile, peers, limit, got"),
         ("softmax-fp16: torch / cudnn at 4096", ValueError, "got 'cudnn'"),
         ("softmax-fp16: torch at 512", ValueError, "one of worst, best, median, 256, 1024, 4096, 16384, got '512'"),

@@ -35,7 +35,7 @@ def small_blocks(monkeypatch):
 
     monkeypatch.setattr(module, "_fwd_tile", small_tile)
     monkeypatch.setattr(module, "_FWD_LONG_TILE", 16)
-    monkeypatch.setattr(module, "_fwd_block", lambda *_: (16, 4))
+    monkeypatch.setattr(module, "_fwd_block", lambda x, n_rows, *_: (16, 4, n_rows % 2 == 0))
     monkeypatch.setattr(module, "_BWD_TILE", 32)
     monkeypatch.setattr(module, "_DWDB_ROWS", 4)
     monkeypatch.setattr(module, "_DWDB_TILE", 16)
@@ -286,6 +286,9 @@ def test_parts_cover_each_row(dtype, direction):
         vector = 16 // x.element_size()
         plan = kernels.plan_forward(x, None, None) if direction == "forward" else kernels.plan_backward(x, x, None)
         bytes_at_once = 132 * (12 * 4 if direction == "forward" else 12 * 2) * 1024  # of all programs on an H200
+        if direction == "forward" and vector == 8 and n_cols % 8 == 0 and n_cols <= 40_960:
+            assert plan is None  # tl's kernel has the row in registers
+            continue
         if plan is None:
             # There is no room for so many groups that all rows of each begin at the same place in a vector.
             assert n_cols * x.element_size() > 0.95 * bytes_at_once / (vector // math.gcd(n_cols, vector))

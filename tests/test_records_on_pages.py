@@ -142,7 +142,7 @@ def test_a_caption_tells_where_a_record_is_from(folder, build, monkeypatch):
 def test_what_a_benchmark_has_not_measured_yet_is_no_mistake(folder, monkeypatch):
     monkeypatch.setattr(gallery, "measuring", lambda *folders: {"chapter-7": 'sweep("softmax-fp8", [1, 2])'})
     assert gallery.measured("softmax-fp8: torch at 1") == "not yet measured"
-    with pytest.raises(LookupError, match="no record is committed"):
+    with pytest.raises(LookupError, match="no record has this name"):
         gallery.measured("softmax-fp4: torch at 1")
 
 

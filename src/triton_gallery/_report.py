@@ -280,7 +280,7 @@ class Report:
             ax.axhline(r["limit"]["value"], color="#333333", linestyle="--", linewidth=1.2, label=self._limit()[0])
         if r.get("x_log"):
             ax.set_xscale("log", base=2)
-        shown = _apart(xs, r.get("x_log")) if is_scale else xs[:: math.ceil(len(xs) / 12)]
+        shown = _apart(sorted(xs), r.get("x_log")) if is_scale else xs[:: math.ceil(len(xs) / 12)]
         ax.set_xticks([place[x] for x in shown], _ticks(shown), rotation=30 if len(str(shown)) > 80 else 0)
         ax.minorticks_off()
         if r.get("y_log"):

@@ -77,6 +77,9 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     Raises:
         RuntimeError: there is no GPU, or Triton's interpreter is on.
     """
+    if isinstance(grad_to_none, torch.Tensor):
+        raise TypeError("measure: grad_to_none must be a list of tensors, got a tensor")
+    grad_to_none = tuple(grad_to_none or ())
     tiny = torch.zeros(1, device=_gpu("measure"))
     driver = triton.runtime.driver.active
     device, cache = driver.get_device_interface(), driver.get_empty_cache_for_benchmark()
@@ -87,7 +90,7 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
         events = [[device.Event(enable_timing=True) for _ in range(2)] for _ in range(n_calls)]
         last = None
         for start, end in events:
-            for x in grad_to_none or ():
+            for x in grad_to_none:
                 x.grad = None
             driver.clear_cache(cache)
             if last and keep_nothing:
@@ -265,8 +268,11 @@ def load(name: str, gpu: str | None = None) -> Report:
 
     Raises:
         FileNotFoundError: no GPU's records hold this benchmark, or not those of `gpu`.
+        TypeError: `name` is no text.
         ValueError: the record is not valid.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"load: name must be a str, got {type(name).__name__}")
     return _load(name, gpu, lambda record: frozenset())
 
 
@@ -274,8 +280,9 @@ def _load(name: str, gpu: str | None, also_changed: Callable[[dict], frozenset[s
     """`load`, for callers that know more of what changed since a record was made."""
     gpus = sorted(folder.name for folder in _records().iterdir() if (folder / f"{name}.json").is_file())
     if not gpus:
-        hint = "`make record` on a GPU machine measures it"
-        raise FileNotFoundError(f"benchmark {name}: no record is committed, and there is no GPU to measure on; {hint}")
+        raise FileNotFoundError(
+            f"benchmark {name}: no record has this name; `make record` on a GPU machine writes them"
+        )
     if gpu not in (None, *gpus):
         raise FileNotFoundError(f"benchmark {name}: gpu must be one of {', '.join(gpus)}, got {gpu!r}")
     here = slug(_gpu_name()) if _device() else None
@@ -402,13 +409,24 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     if not all(isinstance(names, list | tuple) for names in (benchmark.line_names, benchmark.line_vals)):
         raise TypeError("perf_report: line_names and line_vals must be lists")
     ours = is_study(benchmark.plot_name) or OURS in benchmark.line_names
-    if not ours or len(benchmark.line_names) != len(benchmark.line_vals):
-        raise ValueError(f"perf_report: line_names must name each value, one {OURS!r}, got {benchmark.line_names}")
+    n_names = len(set(map(str, benchmark.line_names)))
+    if not ours or not n_names == len(benchmark.line_names) == len(benchmark.line_vals):
+        names = f"must name each value, no two alike, one {OURS!r}"
+        raise ValueError(f"perf_report: line_names {names}, got {benchmark.line_names}")
+    xs, n_sizes = _plain(list(benchmark.x_vals)), len(benchmark.x_names)
+    if not xs or len(set(map(str, xs))) < len(xs):
+        raise ValueError(f"perf_report: x_vals must hold one value or more, no two alike, got {xs}")
+    if any(len(x) != n_sizes for x in xs if isinstance(x, list | tuple)):
+        raise ValueError(f"perf_report: each of x_vals must be a number or {n_sizes}, one for each x_name, got {xs}")
+    if benchmark.x_log and any(isinstance(x, int | float) and x <= 0 for x in xs):
+        raise ValueError(f"perf_report: x_vals must be positive where x_log is set, got {xs}")
+    if not isinstance(benchmark.args, dict):
+        raise TypeError(f"perf_report: args must be a dict, got {type(benchmark.args).__name__}")
     if not isinstance(title, str):
         raise TypeError(f"perf_report: title must be a str, got {type(title).__name__}")
     if limit is not None and (not isinstance(limit, str) or LIMITS.get(limit) != benchmark.ylabel):
-        kinds = ", ".join(kind for kind, unit in LIMITS.items() if unit == benchmark.ylabel)
-        raise ValueError(f"perf_report: limit must be one of {kinds} for {benchmark.ylabel}, got {limit!r}")
+        kinds = ", ".join(["None", *(kind for kind, unit in LIMITS.items() if unit == benchmark.ylabel)])
+        raise ValueError(f"perf_report: for {benchmark.ylabel} limit must be one of {kinds}, got {limit!r}")
     if not isinstance(rounds, int) or rounds < 1:
         raise ValueError(f"perf_report: rounds must be an int of at least 1, got {rounds!r}")
 
@@ -439,7 +457,7 @@ class PerfReport:
 
         Raises:
             RuntimeError: our own provider failed, or a record is asked for and there is no GPU.
-            ValueError: a record is asked for, and its provenance is not complete.
+            ValueError: the function returned no rate, or a record is asked for, and its provenance is not complete.
         """
         name, folder = self.benchmark.plot_name, os.environ.get("TRITON_GALLERY_RECORDS")
         if _device() is None:
@@ -525,6 +543,9 @@ class PerfReport:
                     points[name].append(point)
                     if point is None:
                         left_out[name] = "does not apply"
+                    elif not _is_rate(point):
+                        rule = "must return a median and two quantiles, all positive, or None"
+                        raise ValueError(f"{bench.plot_name}: {self.fn.__name__} {rule}; for {name} it gave {point!r}")
         names = list(bench.line_names)
         n_bytes = next((getattr(point, "n_bytes", 0) for point in points.get(OURS, ())), 0)
         if self.limit == "copy" and n_bytes > 0:
@@ -539,6 +560,13 @@ class PerfReport:
             else:
                 medians = [_round(statistics.median(values)) for values in zip(*points[name], strict=True)]
                 record["rows"].append({"x": x, "provider": name} | dict(zip(FIGURES, medians, strict=True)))
+
+
+def _is_rate(point) -> bool:
+    try:
+        return len(point) == len(FIGURES) and all(0 < value < math.inf for value in point)
+    except TypeError:
+        return False
 
 
 def _plain(x):

@@ -83,7 +83,13 @@ def _layer_norm_fwd_kernel(
     col_mask = cols < n_cols
     mask = row_mask[:, None] & col_mask[None, :]
     # Padded lanes read 0, which adds nothing to the sums.
-    x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE_DTYPE)
+    x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
+    # Asked for after the sums, weight and bias would make the program wait for memory a second time.
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0)
+    x = x.to(COMPUTE_DTYPE)
     if mean_ptr is not None:
         mean = tl.sum(x, axis=1) / n_cols
         tl.store(mean_ptr + rows, mean, mask=row_mask)
@@ -94,21 +100,16 @@ def _layer_norm_fwd_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
     y = x * rstd[:, None]
     if weight_ptr is not None:
-        y *= tl.load(weight_ptr + cols, mask=col_mask).to(COMPUTE_DTYPE)[None, :]
+        y *= weight.to(COMPUTE_DTYPE)[None, :]
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=col_mask).to(COMPUTE_DTYPE)[None, :]
+        y += bias.to(COMPUTE_DTYPE)[None, :]
     tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _store_affine(x_hat, weight_ptr, bias_ptr, y_ptrs, cols, mask):
-    """y = x_hat * weight + bias for the columns `cols` of one row."""
-    y = x_hat
-    if weight_ptr is not None:
-        y *= tl.load(weight_ptr + cols, mask=mask, eviction_policy="evict_last").to(x_hat.dtype)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=mask, eviction_policy="evict_last").to(x_hat.dtype)
-    tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=mask)
+def _load_kept(ptr, cols, mask):
+    """Columns of weight or bias. All rows share them, so the caches are asked to keep them."""
+    return tl.load(ptr + cols, mask=mask, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -124,6 +125,7 @@ def _layer_norm_fwd_blocks_kernel(
     eps: tl.float64,
     N_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr,  # whether weight and bias are loaded with x, and wait for the sums in registers
     ALIGN: tl.constexpr,  # n_cols and strides are multiples of it
 ):
     """Program i owns row i, in blocks of columns that are all full but the last.
@@ -141,6 +143,16 @@ def _layer_norm_fwd_blocks_kernel(
         cols = k * BLOCK_N + lanes
         mask = cols < n_cols if k == N_BLOCKS - 1 else None
         blocks += (tl.load(x_row_ptr + cols, mask=mask, other=None if mask is None else 0.0),)
+    weights = ()
+    biases = ()
+    if AHEAD:
+        for k in tl.static_range(N_BLOCKS):
+            cols = k * BLOCK_N + lanes
+            mask = cols < n_cols if k == N_BLOCKS - 1 else None
+            if weight_ptr is not None:
+                weights += (_load_kept(weight_ptr, cols, mask),)
+            if bias_ptr is not None:
+                biases += (_load_kept(bias_ptr, cols, mask),)
     mean = tl.zeros((), COMPUTE_DTYPE)
     if mean_ptr is not None:
         total = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
@@ -159,8 +171,14 @@ def _layer_norm_fwd_blocks_kernel(
     for k in tl.static_range(N_BLOCKS):
         cols = k * BLOCK_N + lanes
         mask = cols < n_cols if k == N_BLOCKS - 1 else None
-        x = blocks[k].to(COMPUTE_DTYPE) - mean
-        _store_affine(x * rstd, weight_ptr, bias_ptr, y_row_ptr + cols, cols, mask)
+        y = (blocks[k].to(COMPUTE_DTYPE) - mean) * rstd
+        if weight_ptr is not None:
+            weight = weights[k] if AHEAD else _load_kept(weight_ptr, cols, mask)
+            y *= weight.to(COMPUTE_DTYPE)
+        if bias_ptr is not None:
+            bias = biases[k] if AHEAD else _load_kept(bias_ptr, cols, mask)
+            y += bias.to(COMPUTE_DTYPE)
+        tl.store(y_row_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -211,7 +229,12 @@ def _layer_norm_fwd_long_kernel(
         x = tl.load(x_row_ptr + cols, mask=mask, eviction_policy="evict_first").to(COMPUTE_DTYPE)
         if mean_ptr is not None:
             x -= row_mean
-        _store_affine(x * rstd, weight_ptr, bias_ptr, y_ptr + row * n_cols + cols, cols, mask)
+        y = x * rstd
+        if weight_ptr is not None:
+            y *= _load_kept(weight_ptr, cols, mask).to(COMPUTE_DTYPE)
+        if bias_ptr is not None:
+            y += _load_kept(bias_ptr, cols, mask).to(COMPUTE_DTYPE)
+        tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -275,7 +298,7 @@ def _layer_norm_fwd_unaligned_kernel(
     n_cols,
     x_row_stride,
     eps: tl.float64,
-    VECTOR: tl.constexpr,  # numbers in 16 bytes; the number of programs is a multiple of it
+    VECTOR: tl.constexpr,  # numbers in 16 bytes; n_programs * n_cols is a multiple of it
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     N_BLOCKS: tl.constexpr,  # of columns
@@ -457,7 +480,7 @@ def _layer_norm_bwd_blocks_kernel(
     n_cols,
     dy_row_stride,
     x_row_stride,
-    VECTOR: tl.constexpr,  # numbers in 16 bytes; the number of programs is a multiple of it if rows begin anywhere
+    VECTOR: tl.constexpr,  # numbers in 16 bytes; n_programs * n_cols is a multiple of it
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     N_BLOCKS: tl.constexpr,  # of columns
@@ -590,34 +613,48 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _fwd_tile(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program for short rows: measured on an H200."""
+    """(rows, columns, warps) of a program for short rows: measured on an H100 for 16 bits, on an H200 for others."""
     block_n = next_power_of_2(n_cols)
     if x.dtype == torch.float64:
         return 2048 // block_n, block_n, 4
     if not vectorized:
         # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
         return max(8, 2048 // block_n), block_n, max(1, block_n // 256)
-    if x.dtype == torch.float32:
+    wide = x.dtype == torch.float32
+    if n_rows * block_n < 2 ** (20 if wide else 22):
+        # Few programs, which are the sooner done the smaller they are.
+        return 1024 // block_n, block_n, 2 if block_n <= 128 else 4
+    if wide:
         return max(4, 2048 // block_n), block_n, 4
-    if block_n == 1024 and n_rows * n_cols >= 4_000_000:  # measured on an H100
-        return 4, block_n, 4
-    return 2048 // block_n, block_n, max(1, block_n // 512)
+    n_numbers, num_warps = (1024, 2) if block_n <= 128 else (2048, 2) if block_n < 1024 else (4096, 4)
+    return n_numbers // block_n, block_n, num_warps
 
 
-def _fwd_block(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int]:
-    """(columns of a block, warps) for a row in registers: measured on an H200."""
+def _fwd_block(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> tuple[int, int, bool]:
+    """(columns of a block, warps, whether weight and bias are loaded ahead) for a row in registers.
+
+    Measured on an H100; float64, and rows that are not read 16 bytes at a time, on an H200.
+    """
     wide = x.dtype == torch.float64
-    if n_cols < 2048:
-        return 512, 2
     if wide or not vectorized:
         if n_cols <= 4096 and not wide:
-            return 512, 4
-        return (1024, 8) if n_cols <= 12288 else (2048, 16)
-    if n_cols <= 8192:
-        return 1024, 4
-    if n_cols <= 24576:
-        return 4096 if n_cols in (12288, 16384) else 2048, 8
-    return (4096 if n_cols <= 32768 else 8192), 16
+            return 512, 2 if n_cols < 2048 else 4, False
+        return (512, 2, False) if n_cols < 2048 else (1024, 8, False) if n_cols <= 12288 else (2048, 16, False)
+    if n_cols > 24576:
+        # AMD's warps have 64 threads, and a program no more than 1024.
+        return 8192, 32 if cuda_arch(x.device) else 16, False
+    n_processors = num_multiprocessors(x.device)
+    if n_cols <= 5120:
+        block_n, num_warps = (512, 2) if n_cols < 2048 else (1024, 4)
+    elif n_cols <= 10240:
+        block_n, num_warps = 2048, 8
+    else:
+        block_n, num_warps = 4096, 16 if n_rows <= n_processors else 8
+    # What is loaded ahead takes registers, and so the room of other programs. Short rows leave enough of both; for
+    # longer ones it pays if all programs run at once.
+    row_bytes, all_at_once = n_cols * x.element_size(), n_rows <= 16 // num_warps * n_processors
+    ahead = row_bytes <= 48 * 1024 if all_at_once else x.element_size() == 2 and n_cols <= 6144
+    return block_n, num_warps, ahead
 
 
 def _bwd_blocks(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, int, int, int, int]:
@@ -774,10 +811,10 @@ def _layer_norm_fwd(
     elif (kernels := _for_hopper("forward", x.device)) and (plan := kernels.plan_forward(rows, weight, bias)):
         kernels.forward(*arguments, eps, plan)
     elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_COLS):
-        block_n, num_warps = _fwd_block(x, n_cols, vectorized)
+        block_n, num_warps, ahead = _fwd_block(x, n_rows, n_cols, vectorized)
         launch(
             _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
-            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
+            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, AHEAD=ahead, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
     else:
         block_n = (1 if n_cols <= 32768 else 2) * _FWD_LONG_TILE * 2 // x.element_size()

@@ -27,9 +27,12 @@ from ._vectors import inside, load_vectors, row_begin, row_vectors, store_vector
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 # One program keeps at most this much of its rows in registers, counted in the dtype of the statistics: half of the
-# register file of one multiprocessor. Longer rows take the online kernels.
+# register file of one multiprocessor. Longer rows are read twice, or on Hopper wait in shared memory.
 _MAX_ROW_BYTES = 128 * 1024
-# Longer rows than this have a program of their own, which reads them in blocks of columns.
+# 16-bit rows that can be loaded 16 bytes at a time wait as they came, two numbers in a register: so many columns fit,
+# forward and backward, where two tensors wait.
+PACKED_COLS = 48 * 1024, 32 * 1024
+# Longer rows than this (backward, than twice this) have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024
 # Rows of 16-bit numbers that begin anywhere are moved in vectors of 16 bytes, if they have at least so many numbers and
 # are in one block at least so many bytes: fewer are faster one by one. A thread has at most so many vectors of a row.
@@ -481,9 +484,9 @@ def _softmax_bwd_kernel(
     dy_row_stride,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
-    IS_LOG: tl.constexpr = False,
-    STATS_DTYPE: tl.constexpr = tl.float32,
+    ALIGN: tl.constexpr,  # n_cols and strides are multiples of it
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
 ):
     """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS: dx = y * (dy - sum(dy * y))."""
     n_cols, y_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, y_row_stride, dy_row_stride)]
@@ -508,9 +511,9 @@ def _softmax_bwd_blocks_kernel(
     dy_row_stride,
     N_BLOCKS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
-    IS_LOG: tl.constexpr = False,
-    STATS_DTYPE: tl.constexpr = tl.float32,
+    ALIGN: tl.constexpr,  # n_cols and strides are multiples of it
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
 ):
     """Program i owns row i, in blocks of columns that are all full but the last."""
     n_cols, y_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, y_row_stride, dy_row_stride)]
@@ -547,9 +550,9 @@ def _softmax_online_bwd_kernel(
     y_row_stride,
     dy_row_stride,
     BLOCK_COLS: tl.constexpr,
-    ALIGN: tl.constexpr = 1,  # n_cols and strides are multiples of it
-    IS_LOG: tl.constexpr = False,
-    STATS_DTYPE: tl.constexpr = tl.float32,
+    ALIGN: tl.constexpr,  # n_cols and strides are multiples of it
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
 ):
     """Program i owns rows i, i + num_programs, ... and walks each twice: for the sum, then to write the gradient."""
     n_cols, y_row_stride, dy_row_stride = [n // ALIGN * ALIGN for n in (n_cols, y_row_stride, dy_row_stride)]
@@ -789,23 +792,22 @@ def _launch_rows(
         )  # fmt: skip
         return
     vectorized, meta["ALIGN"] = alignment(inputs, n_cols, *row_strides[:-1])
-    block_cols = next_power_of_2(n_cols)
-    col_bytes = len(inputs) * (8 if dtype == torch.float64 else 4)
-    if block := _block(inputs, n_cols, col_bytes, vectorized):
+    if n_cols <= len(inputs) * _ONE_BLOCK_COLS:
+        # Short rows share a program, which keeps more loads in flight that way.
+        block_cols = next_power_of_2(n_cols)
+        block_rows = max(1, 1024 // block_cols)
+        kernel = _softmax_fwd_kernel if is_forward else _softmax_bwd_kernel
+        launch(
+            kernel, (cdiv(n_rows, block_rows),), *args, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+            num_warps=_num_warps(block_rows * block_cols * len(inputs), dtype), **meta,
+        )  # fmt: skip
+        return
+    if block := _block(inputs, n_rows, n_cols, dtype, vectorized):
         block_cols, num_warps = block
         kernel = _softmax_fwd_blocks_kernel if is_forward else _softmax_bwd_blocks_kernel
         launch(
             kernel, (n_rows,), *inputs, out, n_cols, *row_strides[:-1],
             N_BLOCKS=cdiv(n_cols, block_cols), BLOCK_COLS=block_cols, num_warps=num_warps, **meta,
-        )  # fmt: skip
-        return
-    if block_cols * col_bytes <= _MAX_ROW_BYTES:
-        # Short rows share a program, which keeps more loads in flight that way.
-        block_rows = max(1, 1024 // block_cols)
-        kernel = _softmax_fwd_kernel if is_forward else _softmax_bwd_kernel
-        launch(
-            kernel, (cdiv(n_rows, block_rows),), *args, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-            num_warps=_num_warps(block_rows * block_cols * col_bytes), **meta,
         )  # fmt: skip
         return
 
@@ -876,35 +878,40 @@ def _row(x: torch.Tensor, i: int, n_cols: int, row_stride: int) -> torch.Tensor:
     return x.as_strided((1, n_cols), (row_stride, 1), x.storage_offset() + i * row_stride)
 
 
-def _num_warps(n_bytes: int) -> int:
-    """Warps for a tile of that many bytes in registers: measured on an H200, and no more than 64 values per thread."""
-    return next((warps for limit, warps in ((4096, 2), (16384, 4), (32768, 8)) if n_bytes <= limit), 16)
+def _num_warps(n_numbers: int, dtype: torch.dtype) -> int:
+    """Warps for a tile of so many numbers in registers: measured on an H200."""
+    n_bytes = n_numbers * (8 if dtype == torch.float64 else 4)
+    return 2 if n_bytes <= 4096 else 4 if n_bytes <= 16384 else 8
 
 
-def _block(inputs: tuple[torch.Tensor, ...], n_cols: int, col_bytes: int, vectorized: bool) -> tuple[int, int] | None:
-    """(columns of a block, warps) for a row in registers, measured on an H200, and backward on an H100.
+def _block(
+    inputs: tuple[torch.Tensor, ...], n_rows: int, n_cols: int, dtype: torch.dtype, vectorized: bool
+) -> tuple[int, int] | None:
+    """(columns of a block, warps) for a row in registers: measured on an H100, and for unaligned rows on an H200.
 
-    None for rows that are shorter or longer.
+    None for rows that are longer.
     """
-    size = inputs[0].element_size()
-    if len(inputs) == 2:
-        # Until the sum of a row is known, 16-bit numbers wait as they came, two in a register.
-        limit = 2 * _MAX_ROW_BYTES if size == 2 and vectorized else _MAX_ROW_BYTES
-        if n_cols <= 2 * _ONE_BLOCK_COLS or n_cols * col_bytes > limit:
-            return None
-        if size != 2:
-            return (1024, 4) if n_cols * size <= 32768 else (2048, 16)
-        if not vectorized:
-            return 1024, 8 if 8192 < n_cols <= 13 * 1024 else 4
-        return (1024, 4) if n_cols <= 8192 else (2048, 8)
-    if n_cols <= _ONE_BLOCK_COLS or n_cols * col_bytes > _MAX_ROW_BYTES:
+    is_backward, wide = len(inputs) == 2, dtype == torch.float64
+    packed = vectorized and inputs[0].element_size() == 2 and not wide
+    longest = PACKED_COLS[is_backward] if packed else _MAX_ROW_BYTES // (len(inputs) * (8 if wide else 4))
+    if n_cols > longest:
         return None
-    if size != 2 or not vectorized:
-        # Numbers that cannot be loaded 16 bytes at a time take a register each, so they are spread over more threads.
+    # Numbers that cannot be loaded 16 bytes at a time take a register each, so they are spread over more threads.
+    if is_backward:
+        if packed:
+            return (1024, 4) if n_cols <= 8192 else (2048, 8)
+        if inputs[0].element_size() == 2:
+            return 1024, 8 if 8192 < n_cols <= 13 * 1024 else 4
+        return (1024, 4) if n_cols <= (4096 if wide else 8192) else (2048, 16)
+    if wide:
+        return 1024, 4 if n_cols <= 4096 else 8 if n_cols <= 8192 else 16
+    if not packed:
         return (1024, 4 if n_cols <= 4096 else 8) if n_cols <= 16384 else (2048, 16)
     if n_cols <= 8192:
-        return 1024, 2 if n_cols <= 4096 else 4
-    return (2048, 8) if n_cols <= 20480 else (2048, 16)
+        # Where few programs share a multiprocessor, each is the sooner done the more warps it has.
+        is_few = n_rows <= 4 * num_multiprocessors(inputs[0].device)
+        return 1024, 2 if n_cols <= 4096 and not is_few else 4
+    return (2048, 8) if n_cols <= 24576 else (2048, 16)
 
 
 def _unaligned_tile(
@@ -912,7 +919,7 @@ def _unaligned_tile(
 ) -> tuple[int, int, int, int] | None:
     """(numbers in 16 bytes, rows, columns of a block, warps) for rows that begin anywhere: measured on an H200.
 
-    None where they begin with a vector of 16 bytes, or where other kernels are as fast.
+    None where all begin with a vector of 16 bytes, where the kernel cannot take them, or where others are as fast.
     """
     vector = 16 // min(x.element_size(), out.element_size())
     if vector != 8 or n_cols < _SHORTEST_UNALIGNED or n_cols % vector == 0:
@@ -1098,18 +1105,18 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
 
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
-        in torch. Up to 32768 columns (16384 for float64) a row is read once and stays on the chip; longer ones are read
-        twice, the second time from the L2 cache while it fits there. (Backward these are 16384 and 8192 columns, and
-        32768 of a 16-bit dtype whose rows are 16-byte aligned.) On Hopper longer 16-bit or float32 rows are read once,
-        too, if there are two or more, with up to 8 MiB each (on an H200) and at least 4 MiB together, if x is 16-byte
-        aligned and so is the distance from a row's end to the next row: they lie in parts on several multiprocessors,
-        which exchange their maxima and sums. (Backward these are 4 MiB each, down to an eighth of that where a row's
-        length is no multiple of 16 bytes, if the incoming gradient is so aligned and the numbers of x, of the result
-        and of it are of one width.) Elsewhere a few rows of 128 KiB or more are cut into parts that are read twice, so
-        that they keep the whole GPU busy. Rows that are not dense in memory, as with any dim but the last, are read
-        where they lie, in tiles, and twice beyond 2048 columns (1024 for float64, in the backward pass, and for rows
-        that are dense and lie at uneven distances). The result repeats bit for bit. The gradient has kernels of its own
-        and can be differentiated again.
+        in torch. Up to 32768 columns (16384 for float64, 49152 of a 16-bit dtype whose rows are 16-byte aligned) a row
+        is read once and stays on the chip; longer ones are read twice, the second time from the L2 cache while it fits
+        there. (Backward these are 16384, 8192 and 32768 columns.) On Hopper longer 16-bit or float32 rows are read
+        once, too, if there are two or more, with up to 8 MiB each (on an H200) and at least 4 MiB together, if x is
+        16-byte aligned and so is the distance from a row's end to the next row: they lie in parts on several
+        multiprocessors, which exchange their maxima and sums. (Backward these are 4 MiB each, down to an eighth of that
+        where a row's length is no multiple of 16 bytes, if the incoming gradient is so aligned and the numbers of x, of
+        the result and of it are of one width.) Elsewhere a few rows of 128 KiB or more are cut into parts that are read
+        twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as with any dim but the last,
+        are read where they lie, in tiles, and twice beyond 2048 columns (1024 for float64, in the backward pass, and
+        for rows that are dense and lie at uneven distances). The result repeats bit for bit. The gradient has kernels
+        of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery

@@ -17,12 +17,13 @@ from .exchange import at_a_time, mailboxes, max_parts, receive, send
 from .layer_norm_rows import (
     Plan,
     clear,
-    copy_chunk,
+    copy_two,
     count_groups,
     cut,
     find_ends,
     load_ends,
     load_shared,
+    load_two_ends,
     one_by_one,
     pays,
     row_begin,
@@ -45,33 +46,8 @@ _PART_CHUNKS = (4, 3)
 _PART_STAGES = 3
 _CHUNKS_PER_PROCESSOR = 12
 # Of the rows that tl's kernel for rows in registers has left, those are taken that have more numbers than the first,
-# and if they do not begin with a vector also those of more than the second, where x has no fewer bytes than the third.
-_ROWS = 8192, 2048, 32 * 2**20
-
-
-@gluon.jit
-def _copy_row(
-    x_smem, dy_smem, slot, x_part_ptr, dy_part_ptr, x_row_stride, dy_row_stride, cols, begin, end, row, n_rows,
-    VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of a part of a row of x and of dy, if that row exists."""
-    x_part_ptr = row_ptr(x_part_ptr, row, x_row_stride, VECTOR)
-    dy_part_ptr = row_ptr(dy_part_ptr, row, dy_row_stride, VECTOR)
-    for c in gl.static_range(N_CHUNKS):
-        copy_chunk(x_smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, begin, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
-        copy_chunk(dy_smem, slot * N_CHUNKS + c, dy_part_ptr, c, cols, begin, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _load_both_ends(
-    x_part_ptr, dy_part_ptr, row, n_rows, x_row_stride, dy_row_stride, ends, of_part, VECTOR: gl.constexpr
-):  # fmt: skip
-    """The numbers of x and dy at the ends of a part of a row, if that row exists."""
-    mask = of_part & (row < n_rows)
-    x = load_ends(row_ptr(x_part_ptr, row, x_row_stride, VECTOR), ends, mask)
-    dy = load_ends(row_ptr(dy_part_ptr, row, dy_row_stride, VECTOR), ends, mask)
-    return x, dy.to(gl.float32)
+# and if they begin anywhere all where x has no fewer bytes than the second.
+_LONG, _MIN_BYTES_UNALIGNED = 8192, 32 * 2**20
 
 
 @gluon.jit
@@ -219,7 +195,7 @@ def _layer_norm_bwd_resident_kernel(
     clear(x_smem, cols, STAGES, N_CHUNKS, N_FULL, True)
     clear(dy_smem, cols, STAGES, N_CHUNKS, N_FULL, True)
     for k in gl.static_range(STAGES - 1):
-        _copy_row(
+        copy_two(
             x_smem, dy_smem, k, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, 0, n_cols, program + k * n_programs,
             n_rows, VECTOR, N_CHUNKS, N_FULL, True,
         )  # fmt: skip
@@ -231,7 +207,7 @@ def _layer_norm_bwd_resident_kernel(
     row = program
     while row < n_rows:
         async_copy.wait_group(STAGES - 2)
-        _copy_row(
+        copy_two(
             x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, 0,
             n_cols, row + (STAGES - 1) * n_programs, n_rows, VECTOR, N_CHUNKS, N_FULL, True,
         )  # fmt: skip
@@ -307,7 +283,7 @@ def _layer_norm_parts_bwd_kernel(
     clear(x_smem, cols, STAGES, N_CHUNKS, N_FULL, ALIGNED)
     clear(dy_smem, cols, STAGES, N_CHUNKS, N_FULL, ALIGNED)
     for k in gl.static_range(STAGES - 1):
-        _copy_row(
+        copy_two(
             x_smem, dy_smem, k, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, begin, end, group + k * n_groups,
             n_rows, VECTOR, N_CHUNKS, N_FULL, ALIGNED,
         )  # fmt: skip
@@ -328,10 +304,10 @@ def _layer_norm_parts_bwd_kernel(
         end_weights = gl.full([CHUNK // VECTOR], 1.0, gl.float32, ENDS)
         if weight_ptr is not None:
             end_weights = load_ends(weight_part_ptr, ends, of_part).to(gl.float32)
-        x_ends, dy_ends = _load_both_ends(
+        x_ends, dy_ends = load_two_ends(
             x_ptr, dy_ptr, group, n_rows, x_row_stride, dy_row_stride, ends, of_part, VECTOR
         )
-        next_x_ends, next_dy_ends = _load_both_ends(
+        next_x_ends, next_dy_ends = load_two_ends(
             x_ptr, dy_ptr, group + n_groups, n_rows, x_row_stride, dy_row_stride, ends, of_part, VECTOR
         )
         g_ends = dy_ends * end_weights
@@ -343,7 +319,7 @@ def _layer_norm_parts_bwd_kernel(
     step = 0
     row = group
     while row < n_rows:
-        _copy_row(
+        copy_two(
             x_smem, dy_smem, (step + STAGES - 1) % STAGES, x_ptr, dy_ptr, x_row_stride, dy_row_stride, cols, begin,
             end, row + (STAGES - 1) * n_groups, n_rows, VECTOR, N_CHUNKS, N_FULL, ALIGNED,
         )  # fmt: skip
@@ -351,7 +327,7 @@ def _layer_norm_parts_bwd_kernel(
         next_g_ends = next_dy_ends * end_weights
         ahead_x_ends, ahead_dy_ends = next_x_ends, next_dy_ends
         if not ALIGNED:
-            ahead_x_ends, ahead_dy_ends = _load_both_ends(
+            ahead_x_ends, ahead_dy_ends = load_two_ends(
                 x_ptr, dy_ptr, next_row + n_groups, n_rows, x_row_stride, dy_row_stride, ends, of_part, VECTOR
             )
         next_mean, next_rstd = gl.max(means, 0), gl.max(rstds, 0)
@@ -398,7 +374,7 @@ def plan_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None
         return None
     vector = 16 // size
     aligned = n_cols % vector == 0
-    if not pays(x, aligned, *_ROWS) or not rows_begin_alike(vector, n_cols, dy, x):
+    if not pays(x, aligned, _LONG, 0, _MIN_BYTES_UNALIGNED) or not rows_begin_alike(vector, n_cols, dy, x):
         return None
     n_processors = num_multiprocessors(x.device)
     if aligned and size == 2 and n_cols <= _MAX_CHUNKS * _CHUNK:

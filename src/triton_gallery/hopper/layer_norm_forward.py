@@ -36,9 +36,10 @@ _STEPS = 2
 # multiprocessor: so few that each thread has the registers for its share of weight and bias.
 _STAGES = 3
 _PROGRAMS = 12
-# Rows are taken that have more numbers than the first, and if they do not begin with a vector also those of more than
-# the second, where x has no fewer bytes than the third. On an H200 tl's kernels are faster for all others.
-_ROWS = 24576, 8184, 16 * 2**20
+# Rows of more numbers than the first are taken (than the second, if they have 16 bits and begin with a vector). So are
+# rows that begin anywhere, of more numbers than the third, where x has no fewer bytes than the fourth. tl's kernels are
+# faster for all others: measured on an H200, and the second on an H100.
+_LONG, _LONG_16_BIT, _LONG_UNALIGNED, _MIN_BYTES_UNALIGNED = 24576, 40960, 8184, 16 * 2**20
 
 
 @gluon.jit
@@ -196,7 +197,9 @@ def _layer_norm_parts_fwd_kernel(
         m2s = gl.where(parts < n_parts, m2s, 0.0)
         mean = 0.0
         if SUBTRACT_MEAN:
-            mean = gl.sum(means * counts, 0) / n_cols
+            # All lanes have to agree on the sum to the last bit, so no product may be fused with the first addition: a
+            # choice stands between them, as in softmax.
+            mean = gl.sum(gl.where(parts < n_parts, means * counts, 0.0), 0) / n_cols
             m2s += gl.where(parts < n_parts, (means - mean) * (means - mean) * counts, 0.0)
         rstd = gl.rsqrt(gl.sum(m2s, 0) / n_cols + eps)
         if part == 0:
@@ -241,7 +244,8 @@ def plan_forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
         return None
     vector = 16 // x.element_size()
     aligned = n_cols % vector == 0
-    if not pays(x, aligned, *_ROWS) or not rows_begin_alike(vector, n_cols, x):
+    long = _LONG_16_BIT if aligned and vector == 8 else _LONG
+    if not pays(x, aligned, long, _LONG_UNALIGNED, _MIN_BYTES_UNALIGNED) or not rows_begin_alike(vector, n_cols, x):
         return None
     # A part of the widest tensor is no longer than _PART_BYTES, with what it may begin late by. Parts of aligned rows
     # are whole cache lines; Triton moves whole vectors where it sees a multiple of 16.

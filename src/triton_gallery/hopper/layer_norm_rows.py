@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._launch import cdiv
-from ._gluon import async_copy_to_shared, gl, gluon
+from ._gluon import async_copy, async_copy_to_shared, gl, gluon
 
 
 @gluon.jit
@@ -48,6 +48,20 @@ def copy_chunk(
     if c >= N_FULL or (c == 0 and not ALIGNED):
         mask = mask & whole_vectors(cols, begin, end, VECTOR, ALIGNED)
     async_copy_to_shared(smem.index(slot), x_part_ptr + cols, mask=mask)
+
+
+@gluon.jit
+def copy_two(
+    x_smem, dy_smem, slot, x_part_ptr, dy_part_ptr, x_row_stride, dy_row_stride, cols, begin, end, row, n_rows,
+    VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a part of a row of two tensors, x and dy, if that row exists."""
+    x_part_ptr = row_ptr(x_part_ptr, row, x_row_stride, VECTOR)
+    dy_part_ptr = row_ptr(dy_part_ptr, row, dy_row_stride, VECTOR)
+    for c in gl.static_range(N_CHUNKS):
+        copy_chunk(x_smem, slot * N_CHUNKS + c, x_part_ptr, c, cols, begin, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
+        copy_chunk(dy_smem, slot * N_CHUNKS + c, dy_part_ptr, c, cols, begin, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -125,6 +139,17 @@ def find_ends(cols, begin, end, VECTOR: gl.constexpr):
 def load_ends(part_ptr, ends, mask):
     """The numbers at the ends of a part, and 0 for all other threads."""
     return gl.load(part_ptr + ends, mask=mask, other=0.0)
+
+
+@gluon.jit
+def load_two_ends(
+    x_part_ptr, dy_part_ptr, row, n_rows, x_row_stride, dy_row_stride, ends, of_part, VECTOR: gl.constexpr
+):  # fmt: skip
+    """The numbers of two tensors, x and dy, at the ends of a part of a row, if that row exists."""
+    mask = of_part & (row < n_rows)
+    x = load_ends(row_ptr(x_part_ptr, row, x_row_stride, VECTOR), ends, mask)
+    dy = load_ends(row_ptr(dy_part_ptr, row, dy_row_stride, VECTOR), ends, mask)
+    return x, dy.to(gl.float32)
 
 
 @gluon.jit

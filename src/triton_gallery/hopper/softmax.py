@@ -11,20 +11,19 @@ from typing import NamedTuple
 import torch
 
 from .._launch import cdiv, launch, num_multiprocessors
+from ..softmax import PACKED_COLS
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
 from .exchange import at_a_time, mailboxes, max_parts, receive, registers_for, send
 
 # Vectors of 16 bytes per thread in a chunk.
 _STEPS = 2
-# Longer rows are cut into parts.
-_MAX_ROW_BYTES = 40 * 1024
 # Fewer bytes than this, all rows together, are read twice in less time than the parts need to agree.
 _MIN_BYTES_OF_PARTS = 4 * 1024 * 1024
 
 
 class _Plan(NamedTuple):
     max_row_bytes: int
-    part_bytes: int
+    part_bytes: int | None  # None for whole rows
     num_warps: int
     stages: int  # rows of which a program holds a part
     programs: int  # on a multiprocessor, at most
@@ -33,7 +32,7 @@ class _Plan(NamedTuple):
 # Short parts of one warp, which waits for nobody but the other parts, as long as these are not too many: measured on an
 # H200.
 _PLANS = (
-    _Plan(_MAX_ROW_BYTES, _MAX_ROW_BYTES, 4, 1, 6),
+    _Plan(40 * 1024, None, 4, 1, 6),
     _Plan(256 * 1024, 8 * 1024, 1, 2, 12),
     _Plan(1024 * 1024, 8 * 1024, 2, 3, 8),
     _Plan(2**31 - 1, 16 * 1024, 4, 3, 4),
@@ -259,7 +258,7 @@ def _cut(x: torch.Tensor, n_cols: int, row_stride: int) -> _Cut:
     aligned = row_bytes % 128 == 0 and row_stride * x.element_size() % 128 == 0
     # Parts that begin within a cache line may reach into one more.
     more_bytes = 0 if aligned else 128
-    n_parts = 1 if row_bytes <= _MAX_ROW_BYTES else cdiv(row_bytes, plan.part_bytes - more_bytes)
+    n_parts = 1 if plan.part_bytes is None else cdiv(row_bytes, plan.part_bytes - more_bytes)
     part_lines = cdiv(row_bytes, 128 * n_parts)
     n_parts = cdiv(row_bytes, part_lines * 128)
     last_bytes = row_bytes - (n_parts - 1) * part_lines * 128
@@ -277,7 +276,7 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
     """
     row_bytes = n_cols * x.element_size()
     # Below, tl's kernel keeps the row in registers. Where it cannot load 16 bytes at a time, this one is soon faster.
-    at_least = {2: 40 * 1024 if row_bytes % 16 == 0 else 8 * 1024, 4: 128 * 1024}.get(x.element_size())
+    at_least = {2: 2 * PACKED_COLS[0] if row_bytes % 16 == 0 else 8 * 1024, 4: 128 * 1024}.get(x.element_size())
     if at_least is None or n_rows == 1 or not at_least < row_bytes < 2**31:
         return 0
     if (row_stride - n_cols) * x.element_size() % 16 != 0 or x.data_ptr() % 16 != 0:

@@ -14,11 +14,11 @@ from .exchange import at_a_time, mailboxes, max_parts, receive, send
 from .layer_norm_rows import (
     Plan,
     clear,
-    copy_chunk,
+    copy_two,
     count_groups,
     cut,
     find_ends,
-    load_ends,
+    load_two_ends,
     row_begin,
     row_ptr,
     store_chunk,
@@ -46,31 +46,6 @@ def _gradient(y, dy, row_sum, IS_LOG: gl.constexpr):
 
 
 @gluon.jit
-def _copy_row(
-    y_smem, dy_smem, slot, y_part_ptr, dy_part_ptr, y_row_stride, dy_row_stride, cols, begin, end, row, n_rows,
-    VECTOR: gl.constexpr, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of a part of a row of y and of dy, if that row exists."""
-    y_part_ptr = row_ptr(y_part_ptr, row, y_row_stride, VECTOR)
-    dy_part_ptr = row_ptr(dy_part_ptr, row, dy_row_stride, VECTOR)
-    for c in gl.static_range(N_CHUNKS):
-        copy_chunk(y_smem, slot * N_CHUNKS + c, y_part_ptr, c, cols, begin, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
-        copy_chunk(dy_smem, slot * N_CHUNKS + c, dy_part_ptr, c, cols, begin, end, row, n_rows, VECTOR, N_FULL, ALIGNED)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _load_both_ends(
-    y_part_ptr, dy_part_ptr, row, n_rows, y_row_stride, dy_row_stride, ends, of_part, VECTOR: gl.constexpr
-):  # fmt: skip
-    """The numbers of y and dy at the ends of a part of a row, if that row exists."""
-    mask = of_part & (row < n_rows)
-    y = load_ends(row_ptr(y_part_ptr, row, y_row_stride, VECTOR), ends, mask)
-    dy = load_ends(row_ptr(dy_part_ptr, row, dy_row_stride, VECTOR), ends, mask)
-    return y.to(gl.float32), dy.to(gl.float32)
-
-
-@gluon.jit
 def _load_chunk(y_smem, dy_smem, place, LAYOUT: gl.constexpr):
     return y_smem.index(place).load(LAYOUT).to(gl.float32), dy_smem.index(place).load(LAYOUT).to(gl.float32)
 
@@ -87,7 +62,7 @@ def _part_sum(
         y, dy = _load_chunk(y_smem, dy_smem, slot * N_CHUNKS + c, LAYOUT)
         total += _summand(y, dy, IS_LOG)
     if not ALIGNED:
-        total = sum_by_vector(total, VECTOR) + _summand(y_ends, dy_ends, IS_LOG)
+        total = sum_by_vector(total, VECTOR) + _summand(y_ends.to(gl.float32), dy_ends, IS_LOG)
     return gl.sum(total, 0)
 
 
@@ -138,20 +113,19 @@ def _softmax_resident_bwd_kernel(
     clear(y_smem, cols, STAGES, N_CHUNKS, N_FULL, ALIGNED)
     clear(dy_smem, cols, STAGES, N_CHUNKS, N_FULL, ALIGNED)
     for k in gl.static_range(STAGES - 1):
-        _copy_row(
+        copy_two(
             y_smem, dy_smem, k, y_ptr, dy_ptr, y_row_stride, dy_row_stride, cols, begin, end, row + k * n_groups,
             n_rows, VECTOR, N_CHUNKS, N_FULL, ALIGNED,
         )  # fmt: skip
     # What is loaded one by one is asked for two rows ahead of its gradient.
     ends, of_part = find_ends(cols, begin, end, VECTOR)
     ENDS: gl.constexpr = ends.type.layout
-    y_ends = gl.zeros([CHUNK // VECTOR], gl.float32, ENDS)
-    dy_ends, next_y_ends, next_dy_ends = y_ends, y_ends, y_ends
+    y_ends = gl.zeros([CHUNK // VECTOR], y_ptr.dtype.element_ty, ENDS)
+    dy_ends = gl.zeros([CHUNK // VECTOR], gl.float32, ENDS)
+    next_y_ends, next_dy_ends = y_ends, dy_ends
     if not ALIGNED:
-        y_ends, dy_ends = _load_both_ends(
-            y_ptr, dy_ptr, row, n_rows, y_row_stride, dy_row_stride, ends, of_part, VECTOR
-        )
-        next_y_ends, next_dy_ends = _load_both_ends(
+        y_ends, dy_ends = load_two_ends(y_ptr, dy_ptr, row, n_rows, y_row_stride, dy_row_stride, ends, of_part, VECTOR)
+        next_y_ends, next_dy_ends = load_two_ends(
             y_ptr, dy_ptr, row + n_groups, n_rows, y_row_stride, dy_row_stride, ends, of_part, VECTOR
         )
     async_copy.wait_group(STAGES - 2)
@@ -161,13 +135,13 @@ def _softmax_resident_bwd_kernel(
     while row < n_rows:
         next_row = row + n_groups
         ahead = row + (STAGES - 1) * n_groups
-        _copy_row(
+        copy_two(
             y_smem, dy_smem, (step + STAGES - 1) % STAGES, y_ptr, dy_ptr, y_row_stride, dy_row_stride, cols, begin, end,
             ahead, n_rows, VECTOR, N_CHUNKS, N_FULL, ALIGNED,
         )  # fmt: skip
         ahead_y_ends, ahead_dy_ends = next_y_ends, next_dy_ends
         if not ALIGNED:
-            ahead_y_ends, ahead_dy_ends = _load_both_ends(
+            ahead_y_ends, ahead_dy_ends = load_two_ends(
                 y_ptr, dy_ptr, next_row + n_groups, n_rows, y_row_stride, dy_row_stride, ends, of_part, VECTOR
             )
         async_copy.wait_group(STAGES - 2)
@@ -184,7 +158,7 @@ def _softmax_resident_bwd_kernel(
             dx = _gradient(y, dy, row_sum, IS_LOG)
             store_chunk(dx_part_ptr, dx, c, cols, begin, end, VECTOR, N_FULL, ALIGNED)
         if not ALIGNED:
-            dx_ends = _gradient(y_ends, dy_ends, row_sum, IS_LOG)
+            dx_ends = _gradient(y_ends.to(gl.float32), dy_ends, row_sum, IS_LOG)
             gl.store(dx_part_ptr + ends, dx_ends.to(dx_ptr.dtype.element_ty), mask=of_part)
         y_ends, dy_ends = next_y_ends, next_dy_ends
         next_y_ends, next_dy_ends = ahead_y_ends, ahead_dy_ends
