@@ -316,6 +316,7 @@ def test_dropout_that_drops_nothing_leaves_the_generator_alone(device):
     expected = torch.rand(4, device=device)
     torch.manual_seed(5)
     tg.dropout(x, 0.5, training=False), tg.dropout(x, 0.0), tg.dropout(x, 0.5, seed=3)
+    assert tg.dropout(x, 1.0).count_nonzero() == 0 and tg.dropout(x[:0], 0.5).numel() == 0
     assert torch.equal(torch.rand(4, device=device), expected)
 
 

@@ -137,6 +137,25 @@ def test_grad(pair, device):
 
 
 @PAIR
+def test_a_pullback_after_its_transform(pair, device):
+    args = inputs(device)
+
+    def pulled_back(function):
+        result, pullback = torch.func.vjp(function, *args)
+        # What the transform wrapped is dead by now.
+        with torch.no_grad():
+            return pullback(result.cos())
+
+    assert_same(lambda function: lambda: pulled_back(function), pair)
+
+
+def test_a_pullback_of_dropout_with_a_drawn_seed(device):
+    x = torch.randn(4, 8, device=device)
+    result, pullback = torch.func.vjp(tg.dropout, x)
+    torch.testing.assert_close(pullback(x)[0], result)
+
+
+@PAIR
 def test_gradients_of_each_sample(pair, device):
     def gradients(function):
         return vmap(grad(lambda *args: function(*args).square().sum(), argnums=(0, 2)), (0, 0, None))
@@ -351,11 +370,56 @@ def test_compiled_vmap(pair, device):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own: of tracing, that sizes become constants
-@pytest.mark.parametrize("name", ["add", "softmax", "matmul", "layer_norm", "attention"])
-def test_jit_trace(name, device):
-    traced = torch.jit.trace(PAIRS[name][0], inputs(device, (3,)), check_trace=False)
-    args = inputs(device, (3,))
-    torch.testing.assert_close(traced(*args), PAIRS[name][1](*args), **TOLERANCE)
+@pytest.mark.parametrize("name", ["add", "softmax", "matmul", "matmul, fused", "layer_norm", "attention"])
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["constant", "parameter"])
+def test_jit_trace(name, requires_grad, device, tmp_path):
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(8, device=device), requires_grad)
+
+        def forward(self, x, y):
+            return PAIRS[name][0](x, y, self.w)
+
+    x, y, _ = inputs(device, (3,))
+    module = Module()
+    torch.jit.trace(module, (x, y), check_trace=False).save(tmp_path / "traced.pt")
+    x, y, _ = inputs(device, (3,))
+    result = torch.jit.load(tmp_path / "traced.pt")(x, y)
+    torch.testing.assert_close(result, PAIRS[name][1](x, y, module.w), **TOLERANCE)
+    assert result.requires_grad is (requires_grad and name not in ("add", "softmax", "matmul"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [(8, 5), (8,)], ids=str)
+def test_a_traced_product_takes_other_batches(shape, device):
+    w = torch.randn(shape, device=device)
+    traced = torch.jit.trace(lambda x: tg.matmul(x, w), torch.randn(2, 3, 8, device=device), check_trace=False)
+    x = torch.randn(4, 7, 8, device=device)
+    torch.testing.assert_close(traced(x), x @ w, **TOLERANCE)
+
+
+IN_A_BRANCH = PAIRS | {
+    # torch allows no branch to keep a view of its inputs for the gradients, as x @ y.mT does.
+    "matmul": (lambda x, y, w: tg.matmul(x, y), lambda x, y, w: x @ y),
+    "matmul, fused": (
+        lambda x, y, w: tg.matmul(x, y, bias=w, activation="gelu"),
+        lambda x, y, w: F.gelu(x @ y + w),
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", IN_A_BRANCH.values(), ids=IN_A_BRANCH)
+def test_compiled_control_flow(pair, device):
+    def choose(x, y, w):
+        return torch.cond(x.sum() > 0, pair[0], lambda x, y, w: pair[0](x, y, w) * 2, (x, y, w))
+
+    torch.compiler.reset()
+    compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")
+    args = [torch.randn(shape, device=device) for shape in ((8, 8), (8, 8), (8,))]
+    for x in (args[0].abs(), -args[0].abs()):
+        expected = gradients_of(lambda *args: pair[1](*args) * (1 if args[0].sum() > 0 else 2), [x, *args[1:]])
+        torch.testing.assert_close(gradients_of(compiled, [x, *args[1:]]), expected, **TOLERANCE)
 
 
 TWICE = {
@@ -431,6 +495,32 @@ def test_inference_mode(pair, device):
 
 
 # --- tensors that are more than their memory --------------------------------------------------------------------------
+
+
+@PAIR
+def test_inference_mode_with_gradients_enabled(pair, device):
+    args = inputs(device)
+    leaf = args[0].clone().requires_grad_()
+    with torch.inference_mode(), torch.enable_grad():
+        result = pair[0](leaf, *args[1:])
+    assert result.is_inference() and not result.requires_grad
+    torch.testing.assert_close(result, pair[1](*args), **TOLERANCE)
+
+
+RESULTS = {
+    **PAIRS,
+    "matmul of a batch": (lambda x, y, w: tg.matmul(x[None], y.mT), None),
+    "attention of a batch": (lambda x, y, w: tg.attention(x[None, None, None], y[None, None, None], y), None),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_no_views(name, device):
+    """As torch's are not. A view of what was made without gradients cannot be changed with them."""
+    with torch.no_grad():
+        result = RESULTS[name][0](*inputs(device))
+    result += torch.ones(result.shape, device=device, requires_grad=True)
+    assert result.requires_grad and not result.detach_().requires_grad
 
 
 @PAIR

@@ -191,6 +191,19 @@ def test_add_of_a_number_matches_torch(number, dtype, shape):
     assert_matches_torch(random(shape, dtype), number, alpha=2)
 
 
+def test_a_tensor_without_dimensions_may_live_on_the_cpu():
+    x, number = torch.randn(3, 4, device=DEVICE), torch.tensor(2.0, requires_grad=True)
+    for value in (2.0, 2.0, 3.0, -1.5):  # more than one call, as later ones are replayed
+        with torch.no_grad():
+            number.fill_(value)
+        for out in (tg.add(x, number), tg.add(number, x)):
+            assert torch.equal(out, x + value) and torch.autograd.grad(out.sum(), number)[0] == 12
+    meta = torch.empty(3, 4, device="meta")
+    assert tg.add(meta, number).is_meta and tg.add(number, meta).is_meta
+    with pytest.raises(ValueError, match="y must be on the device of x, meta, got cpu"):
+        tg.add(meta, torch.zeros(1))
+
+
 def test_add_of_a_number_follows_the_default_dtype():
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,6 +1,6 @@
 """What an operation does with its arguments before a kernel sees them: checks, autocast, and who else may want them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -93,12 +93,35 @@ def is_plain(x: torch.Tensor) -> bool:
         and not x._is_zerotensor()
         and (is_compile_only() or not x.is_meta)
         and not torch._C._functorch.is_legacy_batchedtensor(x)
+        # What torch.func.vjp returns may be called when the transform, whose wrappers it kept, is over.
+        and not torch._C._functorch.is_dead_tensor_wrapper(x)
     )
 
 
+def requires_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether somebody may ask for the gradient of a function of these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def needs_autograd(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd has to record a function of these tensors. In a transform the registered operators see to it."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors) and not is_transformed()
+    """Whether autograd has to record a function of these tensors now.
+
+    Where torch transforms, compiles or traces, the registered operators see to it, and in inference mode nobody does.
+    """
+    return requires_gradient(*tensors) and not (
+        torch.compiler.is_compiling() or is_transformed() or torch._C._is_tracing() or torch.is_inference_mode_enabled()
+    )
+
+
+def in_shape(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A result in another shape; no view of it, as torch's are none.
+
+    A view of what was made without gradients cannot be changed in place with them, nor can a view be detached there.
+    """
+    # torch.jit.trace would take the shape for a constant, and what torch.compile returns is no view anyway.
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return x.reshape(shape)
+    return torch.ops.aten._unsafe_view(x, shape)
 
 
 def autocast(*tensors: torch.Tensor | None) -> Iterable[torch.Tensor | None]:

@@ -12,13 +12,7 @@ from ._replay import forward_by, replayed
 
 
 def apply(function: type[torch.autograd.Function], *args):
-    """``function.apply(*args)``, also under torch.compile when a tensor stands twice among the arguments."""
-    if torch.compiler.is_compiling():
-        args = [
-            arg.view_as(arg) if isinstance(arg, torch.Tensor) and any(arg is x for x in args[:i]) else arg
-            for i, arg in enumerate(args)
-        ]
-        return function.apply(*args)
+    """``function.apply(*args)``, noted for `replayed`."""
     output = function.apply(*args)
     if recording.applications is not None:
         recording.applications.append((function, args, output))

@@ -19,6 +19,7 @@ from ._arguments import (
     autocast,
     check_same_device,
     check_tensor,
+    in_shape,
     is_transformed,
     needs_autograd,
     number,
@@ -1199,8 +1200,8 @@ def attention(
     else:
         out, lse = _attention_fwd(q, k, v, scale, lower, upper)
     if len(shape) != 4:
-        out = out.reshape(shape)
-    return (out, lse.reshape(shape[:-1])) if return_lse else out
+        out, lse = in_shape(out, shape), in_shape(lse, shape[:-1])
+    return (out, lse) if return_lse else out
 
 
 def _as_4d(

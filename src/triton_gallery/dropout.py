@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_tracing, needs_autograd, number
-from ._launch import cdiv, collapse, index_dtype, launch
+from ._launch import cdiv, collapse, index_dtype, known, launch
 from ._registration import apply, differentiable, operator
 from ._replay import replayed
 
@@ -215,6 +215,7 @@ def _draws_on_host(x: object) -> bool:
         and x.dtype in FLOATS
         and x.layout == torch.strided
         and not (x.is_nested or is_tracing() or torch.cuda.is_current_stream_capturing())
+        and x.numel() > 0
     )
 
 
@@ -260,9 +261,10 @@ def _checked_dropout(x: torch.Tensor, p: float, training: bool, seed: int | torc
     if not isinstance(training, bool):
         raise TypeError(f"dropout: training must be True or False, got {reprlib.repr(training)}")
     _check_seed(seed, x)
-    if not training or p == 0:
+    if not training or p == 0 or known(x.numel() == 0):
         return x
-    return _apply(x, *_resolve(seed, x), float(p))
+    # Where nothing is left to chance, torch's generator does not move.
+    return _apply(x, *_resolve(0 if p == 1 and seed is None else seed, x), float(p))
 
 
 def dropout(
@@ -278,12 +280,13 @@ def dropout(
     Args:
         x: any shape and strides; float16, bfloat16, float32 or float64.
         p: the probability of an element to become 0, in [0, 1].
-        training: False returns x itself, as p = 0 does.
+        training: False returns x itself, as p = 0 does and an x without elements.
         seed: None draws a seed from torch's generator of x's device, which :func:`torch.manual_seed` governs. An int in
             [-2**63, 2**64), or an integer tensor of one element on x's device, gives the same mask at every call.
 
     Returns:
-        A tensor of x's shape, dtype and (where x is dense) strides; for p = 0 or outside training x itself.
+        A tensor of x's shape, dtype and (where x is dense) strides; for p = 0, outside training or without elements x
+        itself.
 
     Raises:
         TypeError: x is no floating-point tensor, or p, training or seed has another type.
@@ -314,7 +317,7 @@ def dropout(
         Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
     """
     # A call that will be refused must not move torch's generator.
-    if seed is None and training is True and type(p) in (int, float) and 0 < p <= 1 and _draws_on_host(x):
+    if seed is None and training is True and type(p) in (int, float) and 0 < p < 1 and _draws_on_host(x):
         seed = _draw_seed(torch.cuda.default_generators[x.get_device()])
     elif isinstance(seed, int):
         if 2**63 <= seed < 2**64:

@@ -16,8 +16,10 @@ from ._arguments import (
     check_length,
     check_same_device,
     check_tensor,
+    in_shape,
     is_transformed,
     needs_autograd,
+    requires_gradient,
 )
 from ._dot import dot, dot_precision
 from ._launch import (
@@ -596,7 +598,8 @@ def _differentiable(a, b, bias, activation, precision):
     if needs_autograd(a, b, bias):
         result = apply(_MatmulAndPre if activation in _SAVES_PRE else _Matmul, *arguments)
     else:
-        result = (_matmul_and_pre if is_transformed() and activation in _SAVES_PRE else _matmul)(*arguments)
+        may_be_differentiated = is_transformed() or requires_gradient(a, b, bias)
+        result = (_matmul_and_pre if may_be_differentiated and activation in _SAVES_PRE else _matmul)(*arguments)
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
@@ -675,12 +678,13 @@ def matmul(
     ):
         # The same b for the whole batch: the batch is more rows of one matrix.
         flat = _differentiable(rows.flatten(0, -2), columns.reshape(columns.shape[-2:]), bias, activation, precision)
-        out = flat.unflatten(0, rows.shape[:-1])
+        out = in_shape(flat, (*rows.shape[:-1], flat.shape[-1]))
     else:
         out = _differentiable(rows, columns, bias, activation, precision)
-    if a.dim() == 1:
-        out = out.squeeze(-2)
-    return out.squeeze(-1) if b.dim() == 1 else out
+    if a.dim() > 1 and b.dim() > 1:
+        return out
+    *batch, M, N = out.shape
+    return in_shape(out, (*batch, *([M] if a.dim() > 1 else []), *([N] if b.dim() > 1 else [])))
 
 
 def _is_one_matrix(a: torch.Tensor) -> bool:

@@ -187,7 +187,8 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
 
     Args:
         x: any shape; float16, bfloat16, float32, float64, uint8, a signed integer dtype or bool.
-        y: a tensor whose shape broadcasts with x's, or a Python number.
+        y: a tensor whose shape broadcasts with x's, or a Python number. Beside a tensor on a GPU, one without
+            dimensions may live on the CPU.
         alpha: the factor of y; an int when the result's dtype is an integer, a bool only when it is bool.
 
     Returns:
@@ -222,6 +223,12 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
     elif not isinstance(y, torch.Tensor):
         raise TypeError(f"add: y must be a torch.Tensor or a Python number, got {type(y).__name__}")
     check_tensor("add", "y", y, FLOATS + _INTEGERS)
+    if x.device != y.device:
+        # As in torch, a tensor without dimensions may lie in the host's memory.
+        if y.ndim == 0 and y.device.type == "cpu":
+            y = y.to(x.device)
+        elif x.ndim == 0 and x.device.type == "cpu":
+            x = x.to(y.device)
     check_same_device("add", x=x, y=y)
     if not isinstance(alpha, NUMBERS):
         raise TypeError(f"add: alpha must be a Python number, got {type(alpha).__name__}")
