@@ -153,6 +153,15 @@ def _number_tensor(number: float, x: torch.Tensor) -> torch.Tensor:
     return y.to(x.dtype) if x.ndim == 0 and same_category else y
 
 
+def _on_one_device(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and y. One without dimensions that lives on the CPU comes to the other's device, as in torch."""
+    if y.ndim == 0 and y.device.type == "cpu":
+        return x, y.to(x.device)
+    if x.ndim == 0 and x.device.type == "cpu":
+        return x.to(y.device), y
+    return x, y
+
+
 def _compute_dtype(dtype: torch.dtype) -> tl.dtype:
     if dtype == torch.float64:
         return tl.float64
@@ -214,6 +223,8 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         >>> triton_gallery.add(torch.ones(3), torch.arange(3.0), alpha=2)
         tensor([1., 3., 5.])
     """
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.device != y.device:
+        x, y = _on_one_device(x, y)
     check_tensor("add", "x", x, FLOATS + _INTEGERS)
     y, alpha = number(y), number(alpha)
     if isinstance(y, NUMBERS):
@@ -223,12 +234,6 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
     elif not isinstance(y, torch.Tensor):
         raise TypeError(f"add: y must be a torch.Tensor or a Python number, got {type(y).__name__}")
     check_tensor("add", "y", y, FLOATS + _INTEGERS)
-    if x.device != y.device:
-        # As in torch, a tensor without dimensions may lie in the host's memory.
-        if y.ndim == 0 and y.device.type == "cpu":
-            y = y.to(x.device)
-        elif x.ndim == 0 and x.device.type == "cpu":
-            x = x.to(y.device)
     check_same_device("add", x=x, y=y)
     if not isinstance(alpha, NUMBERS):
         raise TypeError(f"add: alpha must be a Python number, got {type(alpha).__name__}")
