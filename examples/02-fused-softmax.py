@@ -229,10 +229,10 @@ print("row 7 begins with", my_softmax(x[:8])[7, :4].tolist())
 # Maximum and sum in one walk
 # ---------------------------
 #
-# How long may a row be? A multiprocessor of the H200 has 65536 registers of 32 bits, and a program cannot have more
-# than all of them. A longer row does not fit, and the compiler *spills* what is left over to memory, the very thing
-# that we set out to avoid. So a program has to walk along such a row, a block at a time. The safe softmax seems to need
-# three walks: for the maximum, for the sum, which needs the maximum, and for the result.
+# How long may a row be? A multiprocessor of an H100 or an H200 has 65536 registers of 32 bits, and a program cannot
+# have more than all of them. A longer row does not fit, and the compiler *spills* what is left over to memory, the very
+# thing that we set out to avoid. So a program has to walk along such a row, a block at a time. The safe softmax seems
+# to need three walks: for the maximum, for the sum, which needs the maximum, and for the result.
 #
 # The *online* softmax makes it two. Let :math:`m_k` be the maximum of the first :math:`k` numbers, and :math:`s_k` the
 # sum of their exponentials relative to it. When the next number arrives, the old sum moves to the new maximum by one
@@ -391,9 +391,9 @@ plt.show()
 # once have to begin at a multiple of 16. This kernel reads from the start of the *cache line* in which the row begins,
 # the 128 bytes that a cache keeps together, and leaves out what belongs to the row before. So all its copies are 16
 # bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not three and parts of two. Its stores
-# are 16 bytes wide, too, but for both ends of a row. Where the library takes `tl` for odd rows, it does much the same
-# with more than 1024 and up to 5113 numbers of 16 bits, and from 192 on where there are 6 MiB of them; page five
-# explains how. Others are loaded number by number.
+# are 16 bytes wide, too, but for both ends of a row. Odd rows of 16 bits that do not take this kernel, shorter ones and
+# those on other GPUs, have one in `tl` that does much the same. It takes rows of 1025 to 5113 numbers, and of 192 to
+# 1024 where the matrix has 6 MiB or more; page five explains how. All others are loaded number by number.
 #
 # Such a row of odd length and up to 40 KiB has a program to itself, and a multiprocessor room for at least five. Longer
 # rows, of any length, are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
@@ -433,11 +433,11 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 # From kernels to a function
 # --------------------------
 #
-# `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64, stay in registers, from 1025 on in
-# blocks; longer ones take the online kernel. On Hopper the kernel with the chunks takes the place of both for 16-bit
-# rows of over 40 KiB, or of over 8 KiB where their length is no multiple of 8, and for float32 rows of over 128 KiB,
-# if they lie in memory as it needs. Other kernels serve rows that are not dense, as the classes of an image's pixels
-# are not, and rows that are few and long. Both have sections below.
+# `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64 and 49152 of 16 bits, stay in
+# registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the kernel with the chunks takes its
+# place, and that of the blocks for odd rows of 16 bits and over 8 KiB, if rows lie in memory as it needs. Other kernels
+# serve rows that are not dense, as the classes of an image's pixels are not, and rows that are few and long. Both have
+# sections below.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -456,9 +456,10 @@ except ValueError as error:
 #
 # is a reduction over the row and a pass over its elements, so its kernels look like those above: they read :math:`y`
 # and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64), and up to 32768 of
-# float16 and bfloat16 where each row begins with 16 whole bytes: these wait for the sum as they came, two numbers in a
-# register. On Hopper longer rows wait in parts on several multiprocessors; elsewhere they are read twice, the second
-# time from the L2 cache while they fit there. Only :math:`y` has to be kept for it, not :math:`x`.
+# float16 and bfloat16 where all rows begin at a multiple of 16 bytes: their numbers wait for the sum as they were
+# loaded, two in a register. On Hopper longer rows wait in parts on several multiprocessors, if there are two or more of
+# them and 4 MiB together. Others are read twice, the second time from the L2 cache while they fit there. Only :math:`y`
+# has to be kept for it, not :math:`x`.
 
 x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
 dy = torch.randn_like(x)
@@ -566,12 +567,13 @@ report_backward
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048` of its rate, at 16384 at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 16384`.
 #
-# How can two walks be quicker than one? The loads of the first carry the hint `evict_last`. We gave it to ours, which
-# never come back, and they were about as quick. Then we let the last flush before each call read memory instead of
-# writing zeros to it, and up to 4096 columns it made no difference any more which of the two ran, nor whether ours had
-# the hint. So such a lead is about a cache full of zeros that memory does not have yet: the guide's chapter *What makes
-# a kernel fast* has a section on how cold a cache is. Between the kernels of a program the hint was worth next to
-# nothing, and one that reads under it what the last one wrote became slower at some sizes. We do without.
+# How can two walks be quicker than one? The loads of the first carry the hint `evict_last`. When we gave ours the hint,
+# although they read nothing twice, they were about as quick. Then we let the last flush before each call read memory
+# instead of writing zeros to it. Now, up to 4096 columns, the hint made no difference, nor did it matter which of the
+# two kernels ran. So this lead comes from a cache full of zeros that memory does not have yet: the guide's chapter
+# *What makes a kernel fast* has a section on how cold a cache is. What makes it beyond 4096 columns we have not found
+# out. In a row of kernels, as in a program, the hint gained next to nothing, and at some sizes it slowed the kernel
+# that reads what the one before wrote. So these kernels do without. No record holds these trials.
 #
 # Longer rows lie in parts on several multiprocessors, as they do forward. At 65536 we reach
 # :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 65536` of a copy's rate. There `torch.compile`
@@ -619,9 +621,9 @@ report_log.plot()
 report_log
 
 # %%
-# The faster of the two others is left behind by :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at 32000`
-# at the shortest vocabulary, and by :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at 256000` at the
-# longest. Nor does the odd length cost much, which begins each row somewhere else in its vectors: with it we are at
+# At the shortest vocabulary we run at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at 32000` the rate of
+# the faster of the two others, and at the longest at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at
+# 256000`. The odd length, with which each row begins somewhere else in its vectors, costs little: with it we are at
 # :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate, with the two
 # neighbours at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000` and
 # :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 128256`.
@@ -704,7 +706,8 @@ ladder
 # Blocks without idle lanes are worth little: :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers
 # at 5120` at 5120 columns, where there are registers for the idle ones, too, and :measured:`softmax-ladder-fp16: safe,
 # in blocks / safe, row in registers at 12288` at 12288. At 32768 they have too few threads: with 128 of them this rung
-# spills. The library has gone over to the kernel with the chunks there, on Hopper, and takes 16 warps on other GPUs.
+# spills. The library takes 512 threads for the same kernel there, and is :measured:`softmax-ladder-fp16: triton_gallery
+# / safe, in blocks at 32768` as fast.
 #
 # Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
 # of a copy's rate at the right end, where eight trips leave a quarter; we have not looked into why. And at 4096 columns
@@ -900,7 +903,7 @@ report_short
 # At the other end rows are long, or few, or both, as the logits that a language model writes for the next word of each
 # of a handful of users. There the plan of one program for a row meets two limits:
 #
-# - *Fewer rows than multiprocessors.* An H200 has 132 multiprocessors. 64 rows keep 64 of them busy, and a single row
+# - *Fewer rows than multiprocessors.* An H100 or H200 has 132 of them. 64 rows keep 64 of them busy, and a single row
 #   one. Those that work have the memory to themselves, but each can have only so many bytes on their way at a time.
 # - *Rows longer than a multiprocessor has room for.* A row of 262144 numbers takes 512 KiB, more than shared memory and
 #   registers together. What has no place is read a second time, and where it is found then decides what that costs. All
@@ -938,13 +941,13 @@ report_short
 # So there are only as many programs as have room at a time, and each takes its part of one row, then the same part of
 # another.
 #
-# The library takes this second way for two rows or more, of more than 40 KiB (128 KiB of float32), if all of them
-# together have 4 MiB or more, and if the GPU has room for a whole row. With four parts of 16 KiB on each of 132
-# multiprocessors, that ends a little beyond 8 MiB. The first way is for what is left where rows are few and have 128
-# KiB or more (beyond 32 rows, more than that): a single one, less together, longer ones, float64, a matrix that does
-# not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next row is no such multiple,
-# other GPUs, and the gradient; and for rows across memory of more than 2048 columns, or 1024 in float64 and in the
-# gradient. All others take the online kernel, or stay in registers.
+# The library takes this second way for two rows or more that registers cannot hold, if all of them together have 4 MiB
+# or more, and if the GPU has room for a whole row. With four parts of 16 KiB on each of 132 multiprocessors, that ends
+# a little beyond 8 MiB. The gradient does the same (`hopper/softmax_backward.py`), for rows of up to a little more than
+# 4 MiB. The first way is for what is left where rows are few and have 128 KiB or more (beyond 32 rows, more than that):
+# a single one, less together, longer ones, float64, a matrix that does not begin at a multiple of 16 bytes, or in which
+# the distance from a row's end to the next row is no such multiple, and other GPUs; and for rows across memory of more
+# than 2048 columns, or 1024 in float64 and in the gradient. All others take the online kernel, or stay in registers.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.
@@ -1057,7 +1060,7 @@ tg.codegen.listing(tg.softmax, x)
 # What we saw
 # -----------
 
-for each in (report, report_across, report_short, report_long):
+for each in (report, report_backward, report_log, report_across, report_short, report_long):
     print(each.summary())
 
 # %%
@@ -1068,17 +1071,20 @@ for each in (report, report_across, report_short, report_long):
 # anything was measured.
 #
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 8192`
-# of the rate of a copy of as many bytes and :measured:`softmax-fp16: triton_gallery / peers at 8192` the best other
-# one, and at 65536 :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 65536` and
-# :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 16 parts. With 131072 columns, in
-# 32 parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
-# :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other one.
+# of the rate of a copy of as many bytes and :measured:`softmax-fp16: triton_gallery / peers at 8192` that of the best
+# other provider, and at 65536 :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 65536` and
+# :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 16 parts. With 131072 columns, in 32
+# parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
+# :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other provider. The gradient is the exception:
+# `torch.compile` is ahead of it at most lengths, and at worst ours runs at :measured:`softmax-bwd-fp16: triton_gallery
+# / torch.compile at worst` its rate.
 #
 # Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose some: with 16401 columns we
 # reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16401` of a copy of as many bytes, with 16384
 # :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. At 3905 columns, moved in whole vectors by
 # `tl`, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905`. Where the matrix ends between
-# two multiples of 16 bytes, its last row takes another kernel, in a launch of its own. And all of this works if a row
+# two multiples of 16 bytes, the kernel with the chunks leaves its last row to another one, in a launch of its own; that
+# of `tl` loads this row number by number. And all of this works if a row
 # of the result begins as far behind a multiple of 16 bytes as the row of the input does. Rows cut out of a wider matrix
 # need not. Up to 32768 columns these are read in blocks, longer ones by the online kernel, whose loads then move one
 # number instead of eight.

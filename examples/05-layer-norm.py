@@ -217,9 +217,9 @@ torch.testing.assert_close(y, expected)
 #   a second kernel adds the rows of that matrix, in an order that never changes.
 #
 # We take the third. For it to be cheap the partial rows must be few, so we do not start a program for each row. We
-# start as many as fit on the GPU at once and let each walk over every :math:`P`-th tile of rows. Such programs are
-# called persistent. Over the whole walk the sums for `dw` and `db` stay in float32 registers, and memory sees them
-# once.
+# start as many as fit on the GPU at once, say :math:`P`, and let program :math:`i` walk over tiles :math:`i`, :math:`i
+# + P`, :math:`i + 2P` and so on. Such programs are called persistent. Over the whole walk the sums for `dw` and `db`
+# stay in float32 registers, and memory sees them once.
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -739,6 +739,11 @@ few_report.plot()
 few_report
 
 # %%
+# One row takes us :measured:`layer-norm-few-bf16: copy of as many bytes / triton_gallery at 1` the time of a copy of as
+# many bytes: a copy waits for memory once, a layer norm for two sums as well, in which all threads of a program take
+# part. Against the best other provider we are at :measured:`layer-norm-few-bf16: triton_gallery / peers at worst` at
+# worst and at :measured:`layer-norm-few-bf16: triton_gallery / peers at best` at best.
+#
 # Rows that outgrow a multiprocessor
 # ----------------------------------
 # Our curve of the forward pass ends where a row still stays in one program from its first load to its last store. How
@@ -802,17 +807,17 @@ long_report
 
 # %%
 # The bytes that are counted are the same at every point. What changes is where a row is when it is needed for the
-# second time. Up to 24576 numbers one program keeps it in registers, and there we reach
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 24576` of a copy's rate. Registers would do
-# up to 49152 numbers. But such a program has 512 threads, a multiprocessor has room for one of them, and while it
-# stores a row, nothing is loaded. So longer rows lie on several multiprocessors, at
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768` with 32768 numbers,
+# second time. Up to 40960 numbers one program keeps it in registers. With 24576, of which 256 threads hold 96 each, we
+# reach :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 24576` of a copy's rate, and with
+# 32768, which take 1024 threads, :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768`.
+# Registers would do up to 49152 numbers, but that far out parts on several multiprocessors are as quick. So longer rows
+# lie in parts, at :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 49152` with 49152 numbers,
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536` with 65536, and
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where 128
 # programs wait for the last of them in each row.
 #
-# To read twice need not cost a trip. `torch.compile` does so at every length here, and is ahead of us at 16384 columns,
-# where we run at :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` its rate, and at 32768,
+# To read twice need not cost a trip. `torch.compile` does so at every length here. At 16384 columns we run at
+# :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` its rate, and at 32768 at
 # :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 32768`. Further right it does cost one: from 49152
 # columns on its curve is below two thirds of a copy, although the cache should hold the rows under way up to 65536.
 # Why, we have not found out.
@@ -940,18 +945,21 @@ rms_report
 
 # %%
 # That would do for a softmax. Layer norm has a weight, and adds up the weight's gradient: a lane must meet the same
-# columns in all rows, wherever they begin. Rows that are eight apart (fewer, where the length is even) begin at the
-# same place in a vector. So the number of programs is a multiple of that, each takes every so many-th row, as it does
-# anyway, and loads the weight once, moved to that place. The vector in which the very last row ends may reach past the
-# end of `x`; this row is loaded number by number.
+# columns in all rows, wherever they begin. Rows that are eight apart (or four or two, where the length is a multiple of
+# 2 or 4) begin at the same place in a vector. So the number of programs is a multiple of that, each takes every so
+# many-th row, as it does anyway, and loads the weight once, moved to that place. The vector in which the very last row
+# ends may reach past the end of `x`; this row is loaded number by number.
 #
 # Parts of rows on Hopper copy only whole vectors to shared memory. What is left at the ends is loaded number by number,
 # two rows ahead, by the first threads of a program; it joins the sums when the lanes meet.
 #
-# Forward, the first way is that of 128 to 8184 numbers of 16 bits and of up to 1024 of float32. Others have less to
-# gain: they are loaded number by number. On Hopper they are cut into parts from 24577 on, and from 8185 on where there
-# are 16 MiB of them; other GPUs read the former twice. Backward it is that of rows that stay in registers, and on
-# Hopper longer ones have parts, but for those of up to 8192 float32 numbers where there are less than 32 MiB of them.
+# Forward, `tl` loads whole vectors of odd rows of 128 to 8184 16-bit numbers, and of 128 to 1024 float32 numbers; other
+# odd rows of up to 24576 it loads number by number. On Hopper the kernel with the parts takes odd rows of more than
+# 8184 numbers where `x` has 16 MiB or more, and all of more than 24576, which other GPUs read twice. Backward, `tl`
+# loads whole vectors of all odd rows of 32 numbers or more that stay in registers (up to 10233 numbers of 16 bits, 5117
+# of float32). On Hopper longer ones have parts, but for those of up to 8192 float32 numbers where `x` has less than 32
+# MiB.
+#
 # Here are a forward and a backward pass together, over 128 MiB whatever the length.
 
 
@@ -1052,7 +1060,7 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 # Hopper where a row has more than 3 MiB, rows are cut into column blocks, and the row sums need a pass of their own
 # over `x` and `dy`: five trips instead of three.
 #
-# With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other one:
+# With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other provider:
 #
 # - forward :measured:`layer-norm-fwd-fp16: triton_gallery / copy of as many bytes at 8192` and
 #   :measured:`layer-norm-fwd-fp16: triton_gallery / peers at 8192`; the lowest ratio of the whole sweep is
@@ -1065,13 +1073,12 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 # autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
 #
 # At most lengths the strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each. At
-# 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate, where the
-# bands of both overlap, and at 8192 at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 8192`. At 9216
-# it is :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` and at 14336
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336`, but at 10752 :measured:`layer-norm-fwd-fp16:
-# triton_gallery / torch.compile at 10752` and at 13824 :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile
-# at 13824`. Whether blocks of 2048 fill a row does not decide it: they fill 14336, and not 9216. What does, we have not
-# found out.
+# 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate, and at
+# 8192 at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 8192`. At 9216 it is
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` and at 14336 :measured:`layer-norm-fwd-fp16:
+# triton_gallery / torch.compile at 14336`, but at 10752 :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile
+# at 10752` and at 13824 :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`. Whether blocks of
+# 2048 fill a row does not decide it: they fill 14336, and not 9216. What does, we have not found out.
 #
 # A large mean breaks the short formula
 # -------------------------------------
