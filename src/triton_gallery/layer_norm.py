@@ -39,7 +39,7 @@ from ._replay import replayed
 from ._vectors import inside, load_vectors, row_begin, row_vectors, rows_begin_alike, store_vectors
 
 # Rows of up to this many elements (of float64 half as many) stay in the registers of one program; so do longer ones of
-# up to this many bytes, if they are read 16 bytes at a time and cannot be cut into parts. What neither takes is read
+# up to this many bytes, if they are read 16 bytes at a time and are not cut into parts. What neither takes is read
 # twice.
 _FWD_MAX_COLS = 24576
 _FWD_MAX_BYTES = 98304
@@ -1124,8 +1124,9 @@ def layer_norm(
         row's length is no multiple of 16 bytes; for this they must not be float64. All this is for x and an incoming
         gradient that are of one width, begin at a multiple of 16 bytes and have rows with a multiple of 16 bytes
         between them, like any new tensor; the gradients of others keep up to 4096 elements, and may be read number by
-        number. The gradients are deterministic: the same inputs on the same GPU give the same bits. Second derivatives
-        are supported by autograd, through torch operations, and not by the transforms of ``torch.func``.
+        number. The gradients are deterministic: the same inputs on the same GPU give the same bits. (How many rows
+        there are may change the last bits of each.) Second derivatives are supported by autograd, through torch
+        operations, and not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery

@@ -887,9 +887,9 @@ def _num_warps(n_numbers: int, dtype: torch.dtype) -> int:
 def _block(
     inputs: tuple[torch.Tensor, ...], n_rows: int, n_cols: int, dtype: torch.dtype, vectorized: bool
 ) -> tuple[int, int] | None:
-    """(columns of a block, warps) for a row in registers: measured on an H100, and for unaligned rows on an H200.
+    """(columns of a block, warps) for a row in registers; None for rows that are longer.
 
-    None for rows that are longer.
+    Measured on an H100, and forward on an H200 where rows are not packed; float64 goes by its registers.
     """
     is_backward, wide = len(inputs) == 2, dtype == torch.float64
     packed = vectorized and inputs[0].element_size() == 2 and not wide
@@ -1115,8 +1115,8 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         the result and of it are of one width.) Elsewhere a few rows of 128 KiB or more are cut into parts that are read
         twice, so that they keep the whole GPU busy. Rows that are not dense in memory, as with any dim but the last,
         are read where they lie, in tiles, and twice beyond 2048 columns (1024 for float64, in the backward pass, and
-        for rows that are dense and lie at uneven distances). The result repeats bit for bit. The gradient has kernels
-        of its own and can be differentiated again.
+        for rows that are dense and lie at uneven distances). The result repeats bit for bit; how many rows there are
+        may change the last bits of each. The gradient has kernels of its own and can be differentiated again.
 
     Example:
         >>> import torch, triton_gallery
