@@ -399,6 +399,15 @@ def test_a_traced_product_takes_other_batches(shape, device):
     torch.testing.assert_close(traced(x), x @ w, **TOLERANCE)
 
 
+def test_a_number_that_varies_is_compiled_once_more_and_no_oftener(device):
+    torch.compiler.reset()
+    compiled = torch.compile(tg.add, fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 8, device=device)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for number in (0.25, 0.5, 3.75, 1e-3, -2.5):
+            assert torch.equal(compiled(x, number), x + number)
+
+
 IN_A_BRANCH = PAIRS | {
     # torch allows no branch to keep a view of its inputs for the gradients, as x @ y.mT does.
     "matmul": (lambda x, y, w: tg.matmul(x, y), lambda x, y, w: x @ y),

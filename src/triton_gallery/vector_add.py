@@ -147,7 +147,11 @@ def _number_tensor(number: float, x: torch.Tensor) -> torch.Tensor:
     if dtype.is_floating_point and abs(number) > torch.finfo(dtype).max:
         number = math.copysign(math.inf, number)
     # Made from x: outside of its mode, a FakeTensor takes none but its like.
-    y = x.new_full((), number, dtype=dtype)
+    if torch.compiler.is_compiling():
+        # new_full would compile anew for each number.
+        y = x.new_ones((), dtype=dtype).mul(number)
+    else:
+        y = x.new_full((), number, dtype=dtype)
     # Beside dimensions, a 0-d tensor never widens within its category; beside another 0-d tensor it would.
     same_category = x.dtype != torch.bool and x.is_floating_point() == y.is_floating_point()
     return y.to(x.dtype) if x.ndim == 0 and same_category else y
