@@ -116,7 +116,7 @@ def needs_autograd(*tensors: torch.Tensor | None) -> bool:
 def in_shape(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A result in another shape; no view of it, as torch's are none.
 
-    A view of what was made without gradients cannot be changed in place with them, nor can a view be detached there.
+    A view of what was made without gradients cannot be changed in place with them, and none can be detached in place.
     """
     # torch.jit.trace would take the shape for a constant, and what torch.compile returns is no view anyway.
     if torch.compiler.is_compiling() or torch._C._is_tracing():
