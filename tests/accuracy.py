@@ -1,6 +1,7 @@
 """What tests of kernels share: the device, tests with made-up inputs, and how close to torch is close enough."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -33,6 +34,27 @@ def laid_out(n_rows, n_cols, stride, offset, dtype):
     """Random rows so far apart, the first of which begins at so many elements."""
     memory = torch.randn(offset + n_rows * stride, device=DEVICE).to(dtype)
     return memory[offset:].view(n_rows, stride)[:, :n_cols]
+
+
+def assert_lanes_agree(sass):
+    """What a warp sums up has to be the same in each thread to the last bit, where more than one of them uses it.
+
+    A warp sums up by a butterfly: each thread adds what another one sends. Were the addition one instruction with the
+    product in front of it, that would be a * b + c in one thread, c * d + b' in another.
+    """
+    sent, n_added = set(), 0
+    for line in sass.splitlines():
+        if not (instruction := re.search(r"\*/ +(?:@!?\w+ )?([A-Z][\w.]+) (.*);", line)):
+            continue
+        name, operands = instruction[1], re.findall(r"\b(?:R\d+|PT)\b", instruction[2])
+        if name == "SHFL.BFLY":
+            sent.add(operands[1])
+            continue
+        is_added = bool(sent & set(operands[1:]))
+        assert not (is_added and name.startswith("FFMA")), line
+        n_added += is_added and name == "FADD"
+        sent -= set(operands[:1])
+    assert n_added >= 5
 
 
 def assert_as_accurate_as_torch(ours, torchs, reference, *, factor=2.0, floor=1e-7):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import triton_gallery as tg
-from accuracy import DEVICE, FUZZ, LAYOUTS, assert_as_accurate_as_torch, laid_out
+from accuracy import DEVICE, FUZZ, LAYOUTS, assert_as_accurate_as_torch, assert_lanes_agree, laid_out
 from triton_gallery import hopper
 from triton_gallery._launch import is_hopper
 
@@ -305,6 +305,13 @@ def test_parts_cover_each_row(dtype, direction):
         assert n_cols - (plan.n_parts - 1) * plan.part_cols >= vector
         # All rows of a group of programs begin at the same place in a vector.
         assert plan.max_groups * n_cols % vector == 0
+
+
+@pytest.mark.parametrize("n_cols", [32_769, 49_160], ids=["odd", "even"])
+def test_lanes_agree_on_the_mean_of_parts(n_cols):
+    x, weight = (torch.empty(shape, device="meta", dtype=torch.float16) for shape in ((1000, n_cols), (n_cols,)))
+    report = tg.codegen.inspect(tg.layer_norm, x, n_cols, weight, weight, targets=["sm_90"])
+    assert_lanes_agree(report.source("_layer_norm_parts_fwd_kernel", "sm_90", "sass"))
 
 
 @pytest.mark.gpu

@@ -1200,7 +1200,8 @@ def attention(
     else:
         out, lse = _attention_fwd(q, k, v, scale, lower, upper)
     if len(shape) != 4:
-        out, lse = in_shape(out, shape), in_shape(lse, shape[:-1])
+        out = in_shape(out, shape)
+        lse = in_shape(lse, shape[:-1]) if return_lse else lse
     return (out, lse) if return_lse else out
 
 

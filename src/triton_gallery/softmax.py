@@ -29,8 +29,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, tor
 # One program keeps at most this much of its rows in registers, counted in the dtype of the statistics: half of the
 # register file of one multiprocessor. Longer rows are read twice, or on Hopper wait in shared memory.
 _MAX_ROW_BYTES = 128 * 1024
-# 16-bit rows that can be loaded 16 bytes at a time wait as they came, two numbers in a register: so many columns fit,
-# forward and backward, where two tensors wait.
+# Of 16-bit rows that can be loaded 16 bytes at a time registers hold more columns: forward as exponentials, a register
+# each, and backward, where two tensors wait, as they came, two numbers in a register.
 PACKED_COLS = 48 * 1024, 32 * 1024
 # Longer rows than this (backward, than twice this) have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024
