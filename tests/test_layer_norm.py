@@ -155,12 +155,15 @@ def test_rows_that_can_or_cannot_be_read_16_bytes_at_a_time(norm, dtype, n_cols,
 @NORMS
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize(
-    ("n_rows", "n_cols"), [(1, 129), (2, 135), (8, 131), (9, 261), (37, 130), (50, 133), (5, 1023), (3, 2051)]
+    ("n_rows", "n_cols"),
+    [(1, 129), (2, 135), (8, 131), (9, 261), (37, 130), (50, 133), (5, 1023), (1, 1031), (3, 2051)],
 )
-def test_rows_that_begin_anywhere(norm, dtype, n_rows, n_cols, device, monkeypatch):
+@pytest.mark.parametrize("is_few", [True, False])
+def test_rows_that_begin_anywhere(norm, dtype, n_rows, n_cols, is_few, device, monkeypatch):
     monkeypatch.setattr(module, "_DWDB_TILE", 65536)  # few programs for the interpreter
+    monkeypatch.setattr(module, "_MIN_UNALIGNED", math.inf if is_few else 0)
     takes = module._in_blocks(n_cols, True, torch.empty(n_rows, n_cols, dtype=dtype))
-    assert (takes is not None) == (dtype != torch.float32 or n_cols <= 1024)
+    assert (takes is not None) == (not is_few and dtype != torch.float32 and n_cols > 256)
     assert module._in_blocks(n_cols, False, *[torch.empty(n_rows, n_cols, dtype=dtype)] * 2)
 
     def among_nans(padding):
@@ -171,6 +174,25 @@ def test_rows_that_begin_anywhere(norm, dtype, n_rows, n_cols, device, monkeypat
     params = make_params(norm, (n_cols,), dtype, device)
     check(norm, among_nans(8), (n_cols,), params, dy=among_nans(16))
     check(norm, torch.randn(n_rows, n_cols, device=device).to(dtype), (n_cols,), params)
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("n_cols", [1, 7, 24, 32, 169, 512, 768, 1024])
+def test_few_short_rows_have_one_program_for_their_gradients(norm, dtype, n_cols, device, monkeypatch):
+    def no_partials(*args):
+        raise AssertionError("partial sums")
+
+    params = make_params(norm, (n_cols,), dtype, device)
+    x = torch.randn(9, n_cols, device=device).to(dtype)
+    n_tiles = 4 if n_cols % (16 // x.element_size()) == 0 else 2
+    most = n_tiles * module._bwd_blocks(x, n_cols, n_tiles == 4)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_partials", no_partials)
+        check(norm, x[:most], (n_cols,), params)
+        check(norm, x[:1], (n_cols,), [None] * len(params))
+    if most < len(x):
+        check(norm, x[: most + 1], (n_cols,), params)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ _FWD_MAX_BYTES = 98304
 # Longer rows than this have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024
 _FWD_LONG_TILE = 4096
+# From so many numbers on, 16-bit rows that begin anywhere are moved in vectors of 16 bytes.
+_MIN_UNALIGNED = 2**21
 # Vectors of a row that a thread keeps in its registers.
 _MAX_BLOCKS = 5
 _BWD_TILE = 4096
@@ -344,8 +346,8 @@ def _layer_norm_bwd_kernel(
     rstd_ptr,  # (n_rows,)
     row_means_ptr,  # (2, n_rows), or None when a block covers the whole row
     dx_ptr,  # (n_rows, n_cols)
-    dw_partial_ptr,  # (n_programs, n_cols) or None
-    db_partial_ptr,  # (n_programs, n_cols) or None
+    dw_partial_ptr,  # (n_programs, n_cols), for one program dw itself, or None
+    db_partial_ptr,  # (n_programs, n_cols), for one program db itself, or None
     n_rows,
     n_cols,
     dy_row_stride,
@@ -613,41 +615,41 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _fwd_tile(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program for short rows.
-
-    Measured on an H100 for 16 bits, whose way with few rows float32 takes, too; otherwise on an H200.
-    """
+    """(rows, columns, warps) of a program for short rows: measured on an H100, but for float64."""
     block_n = next_power_of_2(n_cols)
     if x.dtype == torch.float64:
         return 2048 // block_n, block_n, 4
+    n_numbers = n_rows * block_n
     if not vectorized:
-        # Elements that cannot be loaded 16 bytes at a time take more registers, so they are spread over more threads.
-        return max(8, 2048 // block_n), block_n, max(1, block_n // 256)
+        # Numbers that are loaded one by one: a warp has few of them to wait for, or of long rows a thread has.
+        if block_n <= 256:
+            return 512 // block_n, block_n, 4 if block_n <= 64 and n_numbers < 2**19 else 1
+        return (1, block_n, block_n // 256) if n_numbers <= 2**20 else (2048 // block_n, block_n, 4)
     wide = x.dtype == torch.float32
-    if n_rows * block_n < 2 ** (20 if wide else 22):
+    if n_numbers <= (2**20 if wide else 2**22):
         # Few programs, which are the sooner done the smaller they are.
-        return 1024 // block_n, block_n, 2 if block_n <= 128 else 4
-    if wide:
-        return max(4, 2048 // block_n), block_n, 4
-    n_numbers, num_warps = (1024, 2) if block_n <= 128 else (2048, 2) if block_n < 1024 else (4096, 4)
-    return n_numbers // block_n, block_n, num_warps
+        return 1024 // block_n, block_n, 2 if block_n <= 128 and not wide else 4
+    tile, num_warps = (1024, 2) if block_n <= 128 else (2048, 2) if block_n <= 512 or wide else (4096, 4)
+    return tile // block_n, block_n, num_warps
 
 
 def _fwd_block(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> tuple[int, int, bool]:
     """(columns of a block, warps, whether weight and bias are loaded ahead) for a row in registers.
 
-    Measured on an H100; float64, and rows that are not read 16 bytes at a time, on an H200.
+    Measured on an H100; float64, and 16-bit rows that are not read 16 bytes at a time, on an H200.
     """
-    wide = x.dtype == torch.float64
-    if wide or not vectorized:
-        if n_cols <= 4096 and not wide:
-            return 512, 2 if n_cols < 2048 else 4, False
+    n_processors = num_multiprocessors(x.device)
+    row_bytes = n_cols * x.element_size()
+    if x.dtype == torch.float64:
         return (512, 2, False) if n_cols < 2048 else (1024, 8, False) if n_cols <= 12288 else (2048, 16, False)
+    if not vectorized:
+        if n_cols <= 5120:
+            return 512, 4, True
+        return (1024, 8, n_rows <= 2 * n_processors) if n_cols <= 12288 else (2048, 16, False)
     if n_cols > 24576:
         # AMD's warps have 64 threads, and a program no more than 1024.
         return 8192, 32 if cuda_arch(x.device) else 16, False
-    n_processors = num_multiprocessors(x.device)
-    if n_cols <= 5120:
+    if n_cols <= 5120 and row_bytes <= 16 * 1024:
         block_n, num_warps = (512, 2) if n_cols < 2048 else (1024, 4)
     elif n_cols <= 10240:
         block_n, num_warps = 2048, 8
@@ -655,7 +657,7 @@ def _fwd_block(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> t
         block_n, num_warps = 4096, 16 if n_rows <= n_processors else 8
     # What is loaded ahead takes registers, and so the room of other programs. Short rows leave enough of both; for
     # longer ones it pays if all programs run at once.
-    row_bytes, all_at_once = n_cols * x.element_size(), n_rows <= 16 // num_warps * n_processors
+    all_at_once = n_rows <= 16 // num_warps * n_processors
     ahead = row_bytes <= 48 * 1024 if all_at_once else x.element_size() == 2 and n_cols <= 6144
     return block_n, num_warps, ahead
 
@@ -668,12 +670,19 @@ def _bwd_blocks(x: torch.Tensor, n_cols: int, vectorized: bool) -> tuple[int, in
         # Three stages take 128 KiB of shared memory in float32, and a program on these GPUs has 99.
         return 1, block_n, 16, 1, 2 if cuda_arch(x.device) in (86, 89, 120, 121) else 3
     block_n = min(block_n, tile)
-    if not vectorized and x.dtype != torch.float64:
+    if x.dtype == torch.float64:
+        return tile // block_n, block_n, 8, 2, 3
+    if not vectorized:
         # 16-bit numbers that are loaded one by one cannot be loaded ahead of time. More and smaller programs, which
         # wait at the same time, are up to three times as fast as stages, and faster for float32, too: on an H200.
+        if block_n <= 32:
+            return 2048 // block_n, block_n, 4, 2, 1
         block_m = max(1, tile // (4 if block_n <= 128 else 2) // block_n)
         num_warps, programs = (2, 4) if block_n <= 1024 else (4, 3 if block_n <= 2048 else 2)
         return block_m, block_n, num_warps, programs, 1
+    if block_n <= 512:
+        # Four small programs on a multiprocessor: up to a quarter faster than two large ones, on an H100.
+        return 1024 // block_n, block_n, 2, 4, 3
     narrow = x.element_size() == 2
     return tile // block_n, block_n, 4 if narrow else 8, 2, 4 if narrow and block_n == 1024 else 3
 
@@ -712,7 +721,9 @@ def _in_blocks(n_cols: int, forward: bool, *tensors: torch.Tensor) -> _InBlocks 
         return None
     aligned = n_cols % vector == 0
     if forward:
-        shortest, longest = 128, 0 if aligned else 1024 if vector == 4 else 8192 - vector
+        # Fewer numbers, of whatever rows, are faster one by one; so are those of 32 bits.
+        pays = vector == 8 and not aligned and tensors[0].numel() >= _MIN_UNALIGNED
+        shortest, longest = 257, 8192 - vector if pays else 0
     else:
         shortest, longest = _ONE_BLOCK_COLS + 1 if aligned else 32, 10240
     if not shortest <= n_cols <= longest:
@@ -897,7 +908,12 @@ def _layer_norm_bwd(
     mean, rstd = mean.contiguous() if mean.numel() else None, rstd.contiguous()
     shapes_and_strides = (n_rows, n_cols, dy.stride(0), dy.stride(1), x.stride(0))
 
-    if plan := _in_blocks(n_cols, False, x, dy):
+    vectorized, align = alignment((dy, x), n_cols, dy.stride(0), x.stride(0))
+    block_m, block_n, num_warps, programs_per_sm, stages = _bwd_blocks(x, n_cols, vectorized)
+    # One program for a few short rows has dw and db for itself: a second launch takes longer than it does.
+    in_one = n_cols <= min(block_n, _ONE_BLOCK_COLS) and n_rows <= (4 if stages > 1 else 2) * block_m
+
+    if not in_one and (plan := _in_blocks(n_cols, False, x, dy)):
         n_programs = plan.n_programs(x)
         dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
         launch(
@@ -917,8 +933,6 @@ def _layer_norm_bwd(
         _sum_partials(dw_partial, db_partial, dw, db, plan.max_groups)
         return dx, dw, db
 
-    vectorized, align = alignment((dy, x), n_cols, dy.stride(0), x.stride(0))
-    block_m, block_n, num_warps, programs_per_sm, stages = _bwd_blocks(x, n_cols, vectorized)
     n_col_blocks = cdiv(n_cols, block_n)
     row_means = None
     if n_col_blocks > 1:
@@ -930,15 +944,19 @@ def _layer_norm_bwd(
         )  # fmt: skip
     # As many programs as fit on the GPU at once, and no more: each of them adds a partial row.
     max_programs = programs_per_sm * num_multiprocessors(x.device)
-    n_programs = min(max(1, max_programs // n_col_blocks), cdiv(n_rows, block_m))
-    dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
+    n_programs = 1 if in_one else min(max(1, max_programs // n_col_blocks), cdiv(n_rows, block_m))
+    if in_one:
+        dw_partial, db_partial = dw if dw_dtype else None, db if db_dtype else None
+    else:
+        dw_partial, db_partial = _partials(n_programs, n_cols, rstd, dw_dtype, db_dtype)
     launch(
         _layer_norm_bwd_kernel, (n_col_blocks, n_programs),
         dy, x, weight, mean, rstd, row_means, dx, dw_partial, db_partial, *shapes_and_strides,
         BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, NUM_STAGES=stages, num_warps=num_warps,
         PDL="PDL" in pdl(x.device),
     )  # fmt: skip
-    _sum_partials(dw_partial, db_partial, dw, db, max_programs)
+    if not in_one:
+        _sum_partials(dw_partial, db_partial, dw, db, max_programs)
     return dx, dw, db
 
 

@@ -794,12 +794,11 @@ def _launch_rows(
     vectorized, meta["ALIGN"] = alignment(inputs, n_cols, *row_strides[:-1])
     if n_cols <= len(inputs) * _ONE_BLOCK_COLS:
         # Short rows share a program, which keeps more loads in flight that way.
-        block_cols = next_power_of_2(n_cols)
-        block_rows = max(1, 1024 // block_cols)
+        block_rows, block_cols, num_warps = _tile(inputs, n_rows, n_cols, dtype, vectorized)
         kernel = _softmax_fwd_kernel if is_forward else _softmax_bwd_kernel
         launch(
             kernel, (cdiv(n_rows, block_rows),), *args, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-            num_warps=_num_warps(block_rows * block_cols * len(inputs), dtype), **meta,
+            num_warps=num_warps, **meta,
         )  # fmt: skip
         return
     if block := _block(inputs, n_rows, n_cols, dtype, vectorized):
@@ -878,10 +877,25 @@ def _row(x: torch.Tensor, i: int, n_cols: int, row_stride: int) -> torch.Tensor:
     return x.as_strided((1, n_cols), (row_stride, 1), x.storage_offset() + i * row_stride)
 
 
-def _num_warps(n_numbers: int, dtype: torch.dtype) -> int:
-    """Warps for a tile of so many numbers in registers: measured on an H200."""
-    n_bytes = n_numbers * (8 if dtype == torch.float64 else 4)
-    return 2 if n_bytes <= 4096 else 4 if n_bytes <= 16384 else 8
+def _tile(
+    inputs: tuple[torch.Tensor, ...], n_rows: int, n_cols: int, dtype: torch.dtype, vectorized: bool
+) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program for short rows: measured on an H100; float64 goes by its registers."""
+    block_cols = next_power_of_2(n_cols)
+    n_numbers = max(1024, block_cols)
+    is_backward, wide = len(inputs) == 2, inputs[0].element_size() >= 4
+    is_few = n_rows * block_cols < 2**20
+    if dtype == torch.float64:
+        num_warps = 4 if n_numbers * len(inputs) <= 2048 else 8
+    elif not vectorized and block_cols <= 256 and (is_few or is_backward or block_cols <= 128):
+        # Numbers that are loaded one by one: a program has half as many of them.
+        n_numbers = 512
+        num_warps = 4 if is_few or block_cols <= 32 else len(inputs) * (2 if wide else 1)
+    elif is_backward:
+        num_warps = 4
+    else:
+        num_warps = 4 if wide and (is_few or block_cols <= 256) else 2
+    return n_numbers // block_cols, block_cols, num_warps
 
 
 def _block(
