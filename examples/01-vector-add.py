@@ -469,9 +469,9 @@ tg.codegen.inspect(tg.add, x, x)
 # %%
 # The widest load moves 128 bits, four float32 at a time. No load of an H200 is wider, and we did not ask for it: the
 # compiler saw that the addresses of a block follow each other, that the tensors start at a multiple of 16 bytes, and
-# that `n_elements` is a multiple of 16, so that the mask never cuts such a group in two. (Where it is none, all
-# programs would load number by number. From :math:`2^{20}` elements on `tg.add` therefore launches the kernel twice,
-# the second time on the last few.) Registers suffice, without *spills* to memory, and shared memory, where the threads
+# that `n_elements` is a multiple of 16, so that the mask never cuts such a group in two. (Where `n_elements` is no
+# multiple of 16, all programs would load number by number. For this case `tg.add` has a second kernel, in which the
+# last program alone has a mask.) Registers suffice, without *spills* to memory, and shared memory, where the threads
 # of a program exchange data, is not needed: no element depends on another. (Stages are for loops, and come with page
 # two.)
 #

@@ -314,11 +314,23 @@ def compiled_for_sm_80(op, args):
 
 @pytest.mark.xdist_group("rows")
 def test_rows_of_any_length_are_moved_16_bytes_at_a_time():
-    rows = [*(_tensor((4096, n), F16) for n in (129, 781, 2501, 8001)), _tensor((4096, 779), F32)]
-    args = [[x, x.shape[1], *[_tensor(x.shape[1:], x.dtype)] * 2] for x in rows]
+    rows = [_tensor((16384, n), F16) for n in (261, 781, 2501, 8001)]
+    wide = [_tensor((4096, 779), F32)]
+    args = [[[x, x.shape[1], *[_tensor(x.shape[1:], x.dtype)] * 2] for x in xs] for xs in (rows, wide)]
+    norms, wide_norms = (compiled_for_sm_80("layer_norm", arg) for arg in args)
     softmaxes = compiled_for_sm_80("softmax", [[x] for x in rows[1:3]])
-    for kernel in [*compiled_for_sm_80("layer_norm", args), *(k for k in softmaxes if "bwd" not in k.name)]:
+    for kernel in [
+        *norms,
+        *(k for k in wide_norms if "bwd" in k.name),
+        *(k for k in softmaxes if "bwd" not in k.name),
+    ]:
         assert kernel.load_bits == kernel.store_bits == 128, kernel
+
+
+def test_vectors_of_any_length_are_moved_16_bytes_at_a_time():
+    x = _tensor((2**20 + 1,), F16)
+    (kernel,) = codegen.inspect(triton_gallery.add, x, x, targets=["sm_80"]).kernels
+    assert kernel.load_bits == kernel.store_bits == 128
 
 
 def test_rows_that_begin_between_multiples_of_16_bytes_are_read_number_by_number():

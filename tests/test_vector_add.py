@@ -1,4 +1,3 @@
-import importlib
 import itertools
 import math
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 import triton_gallery as tg
 from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery._launch import launch
-from triton_gallery.vector_add import _add_kernel, _add_strided_kernel
+from triton_gallery.vector_add import _add_any_length_kernel, _add_kernel, _add_strided_kernel
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
@@ -51,23 +50,20 @@ def test_add_matches_torch_at_any_length(n):
     assert_matches_torch(random(n, torch.float32), random(n, torch.float32), alpha=0.7)
 
 
-@pytest.mark.parametrize("n", [16, 31, 1009, 2064])
-def test_add_of_many_elements_has_a_launch_for_the_last_ones(n, monkeypatch):
-    module = importlib.import_module("triton_gallery.vector_add")
-    lengths = []
+@pytest.mark.parametrize("n", [1, 15, 1000, 1008, 1009, 1023, 1024, 1025, 2047, 2049, 5000])
+def test_add_of_any_length(n):
+    memory = random(2 * n + 16, torch.float16)
+    x, y = memory[:n], memory[n + 16 :]
+    assert_matches_torch(x, y)
+    assert_matches_torch(x.reshape(1, 1, n).permute(2, 0, 1), y.reshape(1, 1, n).permute(2, 0, 1))  # dense as well
 
-    def recording_launch(kernel, grid, *args, **meta):
-        lengths.append(args[3])
-        launch(kernel, grid, *args, **meta)
 
-    monkeypatch.setattr(module, "launch", recording_launch)
-    monkeypatch.setattr(module, "_MIN_SPLIT", 16)
-    memory = random(2 * n, torch.float16)
-    assert_matches_torch(memory[:n], memory[n:])
-    assert lengths == [n - n % 16, n % 16][: 1 + (n % 16 != 0)]
-    if n == 1009:
-        x = memory[:n].reshape(1, 1, n).permute(2, 0, 1)  # dense, if not contiguous
-        assert_matches_torch(x, x.clone())
+@pytest.mark.parametrize("n", [7, 100, 1024, 2049])
+def test_add_of_any_length_writes_nothing_beyond_the_end(n):
+    x, y = random(n, torch.float32), random(n, torch.float32)
+    out = torch.full((n + 1024,), 7.0, device=DEVICE)
+    launch(_add_any_length_kernel, (triton.cdiv(n, 256),), x, y, out, n, BLOCK_SIZE=256)
+    assert torch.equal(out[:n], x + y) and (out[n:] == 7).all()
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 128, 1024])

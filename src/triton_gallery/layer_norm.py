@@ -337,7 +337,7 @@ def _layer_norm_fwd_unaligned_kernel(
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _layer_norm_bwd_kernel(
     dy_ptr,  # (n_rows, n_cols)
     x_ptr,  # (n_rows, n_cols)
@@ -626,7 +626,7 @@ def _fwd_tile(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> tu
             return 512 // block_n, block_n, 4 if block_n <= 64 and n_numbers < 2**19 else 1
         return (1, block_n, block_n // 256) if n_numbers <= 2**20 else (2048 // block_n, block_n, 4)
     wide = x.dtype == torch.float32
-    if n_numbers <= (2**20 if wide else 2**22):
+    if n_numbers <= 2**20 or (n_numbers < 2**22 and not wide):
         # Few programs, which are the sooner done the smaller they are.
         return 1024 // block_n, block_n, 2 if block_n <= 128 and not wide else 4
     tile, num_warps = (1024, 2) if block_n <= 128 else (2048, 2) if block_n <= 512 or wide else (4096, 4)

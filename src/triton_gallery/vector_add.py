@@ -13,8 +13,6 @@ from ._replay import replayed
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _BLOCK_SIZE = 1024
-# From so many elements on, the last ones beyond a multiple of 16 have a launch of their own.
-_MIN_SPLIT = 2**20
 
 
 @triton.jit
@@ -34,6 +32,30 @@ def _add_kernel(
     x = tl.load(x_ptr + offsets, mask=mask)
     y = tl.load(y_ptr + offsets, mask=mask)
     tl.store(out_ptr + offsets, x + y, mask=mask)
+
+
+@triton.jit
+def _add_any_length_kernel(
+    x_ptr,  # (n_elements,)
+    y_ptr,  # (n_elements,)
+    out_ptr,  # (n_elements,)
+    n_elements,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """As `_add_kernel`, for an n_elements that is no multiple of 16.
+
+    Its mask may cut through 16 bytes, for which the compiler would load number by number, everywhere. So the last
+    program alone has one.
+    """
+    block_start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    offsets = block_start + tl.arange(0, BLOCK_SIZE)
+    if block_start + BLOCK_SIZE <= n_elements:
+        tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) + tl.load(y_ptr + offsets))
+    else:
+        mask = offsets < n_elements
+        x = tl.load(x_ptr + offsets, mask=mask)
+        y = tl.load(y_ptr + offsets, mask=mask)
+        tl.store(out_ptr + offsets, x + y, mask=mask)
 
 
 @triton.jit
@@ -110,13 +132,8 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     flat = x.stride() == y.stride() == out.stride() and x.shape == y.shape
     if flat and alpha == 1 and x.dtype == y.dtype and x.dtype != torch.bool:
         # Same dense layout: the order of the elements does not matter, so memory is walked from end to end.
-        # A mask that may cut through 16 bytes would have the compiler load number by number, everywhere.
-        n_last = n_elements % 16 if n_elements >= _MIN_SPLIT else 0
-        n_first = n_elements - n_last
-        launch(_add_kernel, (cdiv(n_first, _BLOCK_SIZE),), x, y, out, n_first, BLOCK_SIZE=_BLOCK_SIZE)
-        if n_last:
-            lasts = (t.as_strided((n_last,), (1,), t.storage_offset() + n_first) for t in (x, y, out))
-            launch(_add_kernel, (1,), *lasts, n_last, BLOCK_SIZE=_BLOCK_SIZE)
+        kernel = _add_kernel if n_elements % 16 == 0 else _add_any_length_kernel
+        launch(kernel, (cdiv(n_elements, _BLOCK_SIZE),), x, y, out, n_elements, BLOCK_SIZE=_BLOCK_SIZE)
         return out
     # Programs walk out's memory, so that neighbouring lanes touch neighbouring addresses.
     order = sorted(range(out.ndim), key=out.stride, reverse=True)
@@ -215,12 +232,12 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
-        An alpha or a number that an integer result cannot hold wraps around. (Torch refuses some, of floats too.) Every
-        sum is rounded once; with alpha or a number, float16 and bfloat16 are computed in float32. (Next to a tensor
-        without dimensions, a number is rounded to that tensor's dtype first.) The gradients are those of the formula,
-        summed over broadcast dimensions. Two tensors of the same dense layout take one flat kernel, launched twice for
-        2**20 elements or more if their number is no multiple of 16; broadcasting, strides, mixed dtypes, bool and alpha
-        take a second kernel that computes each element's address.
+        An alpha or a number that the result's dtype cannot hold wraps around in an integer and becomes infinity in a
+        float, where torch refuses some. Every sum is rounded once; with alpha or a number, float16 and bfloat16 are
+        computed in float32. (Next to a tensor without dimensions, a number is rounded to that tensor's dtype first.)
+        The gradients are those of the formula, summed over broadcast dimensions. Two tensors of the same dense layout
+        are walked from end to end; broadcasting, strides, mixed dtypes, bool and alpha take a kernel that computes each
+        element's address.
 
     Example:
         >>> import torch, triton_gallery
