@@ -381,10 +381,10 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   when the kernel is compiled, as often as the tuple is long. A stride of 0 repeats a matrix without copying it.
 # - `_wrapped(rows, M, ...)` replaces a mask. The last tiles reach past the end, and their surplus rows wrap round to
 #   rows that exist: the loads are valid, the products are computed and thrown away by the mask of the store. In the
-#   loop, where the time goes, nothing but the end of :math:`K` is left to check. `rows % M` would say the
-#   same, but a GPU has no instruction that divides integers; a subtraction does, unless the whole matrix has fewer rows
-#   than a tile. To let row 0 stand in for all surplus rows would be simpler still, but hundreds of programs would then
-#   ask one place in the L2 cache for the same few bytes.
+#   loop, where the time goes, nothing but the end of :math:`K` is left to check. `rows % M` would say the same, but a
+#   GPU has no instruction that divides integers. A subtraction is enough, unless the whole matrix has fewer rows than a
+#   tile. To let row 0 stand in for all surplus rows would be simpler still, but hundreds of programs would then ask one
+#   place in the L2 cache for the same few bytes.
 # - `a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak` is where a tile of :math:`A` lies. Element
 #   :math:`(m, k)` of any matrix is :math:`m` row strides and :math:`k` column strides behind the first, whether it is
 #   dense, cut out of a larger one or transposed, which exchanges the two. A step along :math:`K` is an addition to all
@@ -395,9 +395,9 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   itself.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
-#   is, without the matrix unit on NVIDIA's GPUs, and "tf32" lets the matrix unit round the inputs to 10 bits of
-#   mantissa first. `MAX_NUM_IMPRECISE_ACC` is about float8 alone: after so many products, sums that the matrix unit
-#   keeps with fewer bits are added to those in float32.
+#   is, without the matrix unit on NVIDIA's GPUs, "tf32" lets the matrix unit round the inputs to 10 bits of mantissa
+#   first, and "bf16x6" is the way of `dot` for Hopper, of which a section below tells. `MAX_NUM_IMPRECISE_ACC` is about
+#   float8 alone: after so many products, sums that the matrix unit keeps with fewer bits are added to those in float32.
 # - The loop has no barrier and no mention of shared memory. The compiler keeps the tiles of several steps there, so
 #   that the copies for the next rounds are under way while the matrix unit works on this one: `num_stages` steps where
 #   the matrix unit reads shared memory itself, as it does on Hopper and Blackwell, one fewer elsewhere. More stages
@@ -732,8 +732,8 @@ for name, tile, programs, group in (
 # %%
 # These are the best cases, with all running programs at the same step. By this count it is the second door that holds
 # the small tiles back: L2 is faster than memory, but not ten times as much. Large tiles widen that door, which no order
-# of tiles can do. The order works at the first one. There it is worth most where the door is narrow, with larger
-# matrices, a smaller cache or a slower memory, so in this chart we should expect little of it.
+# of tiles can do. The order works at the first one. There it is worth most where the strips of a row of tiles are many,
+# at the right end of the chart, and where the door is narrow, with a smaller cache or a slower memory.
 
 
 @tg.benchmark.perf_report(
@@ -774,16 +774,25 @@ ladder
 # walk at 4096³: :measured:`matmul-ladder-fp16: large tiles / a walk along K at 4096`), in two ways. It needs a quarter
 # of the bytes from L2. And on Hopper it gives us another instruction: `wgmma` multiplies 64 rows at a time, so tiles of
 # 32 have to make do with the older `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it
-# has to wait for them. As long as L2 holds all that is needed, the order of tiles decides little: the rate in groups is
-# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 2048` of that row by row at 2048³ and
-# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096` at 4096³. At 8192³ it is
-# :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192` here, and more or less from record to
-# record. At 16384³ groups gain more than our count promised, :measured:`matmul-ladder-fp16: large tiles in groups /
-# large tiles at 16384`. The count has all programs in step; real ones are not, and what one has fetched may have left
-# the cache when its neighbour comes for it. The small tiles fall back as well (:measured:`matmul-ladder-fp16: a walk
-# along K at 4096` at 4096³, :measured:`matmul-ladder-fp16: a walk along K at 8192` at 8192³, where each matrix is
-# larger than L2). To compare torch and the library, trust the sweep above, which measures them in three rounds, in
-# alternating order.
+# has to wait for them.
+#
+# For the order of tiles, we count strips for the 264 large programs that run at a time, and look at the rate in groups
+# over that row by row:
+#
+# - At 2048³ all 256 tiles run at once, so the order cannot change what they need. The rate in groups is
+#   :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 2048` that row by row.
+# - At 4096³ the running programs reach all 32 columns in either order, and groups need a few strips more, 48 against
+#   41: :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096`.
+# - At 8192³ groups need fewer, 41 against 69, but both orders are far to the right of the ridge:
+#   :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192`. (This chart has one round only, and
+#   clocks drift in between. Earlier records had it above 1.)
+# - At 16384³ a row has 128 tiles. Row by row needs 131 strips, which comes down to 258 operations per byte, about the
+#   ridge. Groups still need 41, and gain: :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384`.
+#
+# The count has all programs in step; real ones are not, and what one has fetched may have left the cache when its
+# neighbour comes for it. The small tiles fall back as well (:measured:`matmul-ladder-fp16: a walk along K at 4096` at
+# 4096³, :measured:`matmul-ladder-fp16: a walk along K at 8192` at 8192³, where each matrix is larger than L2). To
+# compare torch and the library, trust the sweep above, which measures them in three rounds, in alternating order.
 
 # %%
 # Over the ridge
@@ -798,7 +807,8 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # %%
 # Follow the points from the left. The small ones lie far below the roof, held back by the launch and by too few tiles
 # to keep all multiprocessors busy; so does the first one behind the ridge. From there on the matrix unit is what limits
-# us. More intensity does not help any more: from the last point but one to the last the rate does not rise.
+# us. More intensity does not help any more: from the last point but one to the last the rate even falls, as the clock
+# does.
 
 # %%
 # Most products are no squares
@@ -809,9 +819,9 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # intensity of about :math:`M`, and reading the weights at the rate of a copy is all that can be asked. A tile has at
 # least 16 rows, most of which compute nothing; that is free as long as memory is what we wait for. What counts is how
 # many bytes a multiprocessor has on its way. Here the weight is dense along :math:`K`, and one row takes the small
-# kernel for vectors, which has no tiles. From 2 to 16 rows the library's tiles for this layer are :math:`16 \times 64`
-# on Hopper, with steps of 256 numbers. Three steps lie in shared memory at a time, which is up to 96 KiB of the
-# weights.
+# kernel for vectors, which multiplies without the matrix unit and has no rows to waste. From 2 to 16 rows the library's
+# tiles for this layer are :math:`16 \times 64` on Hopper, with steps of 256 numbers. Three steps lie in shared memory
+# at a time, which is up to 96 KiB of the weights.
 #
 # Here a layer of 4096 outputs and 14336 inputs gets one row, then two, four and so on, and the rate is that of all
 # bytes. (From two rows to 256 there are too few tiles for the GPU, 64 of them up to 16 rows, so :math:`K` is cut in
@@ -850,8 +860,8 @@ report_thin.plot()
 report_thin
 
 # %%
-# On the right the curves fall, as they must: with some hundred rows the intensity passes the ridge, and from there on
-# it is arithmetic that takes the time.
+# On the right the curves fall, as they must: with some 250 rows the intensity passes the ridge, and from there on it is
+# arithmetic that takes the time.
 #
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
 # 128 × 128, and 116 of 132 multiprocessors would have nothing to do. So we cut :math:`K` into parts (*split K*). Every
@@ -1009,6 +1019,7 @@ def compare(name, title, xlabel, sizes, shapes, providers):
 reports = {name: compare(name, *sweep) for name, sweep in sweeps.items()}
 
 # %%
+# A small result and a long :math:`K`:
 
 reports["matmul-long-fp16"].plot()
 
@@ -1017,6 +1028,7 @@ reports["matmul-long-fp16"].plot()
 reports["matmul-long-fp16"]
 
 # %%
+# Odd sides, which neither TMA nor wide loads can take as they are:
 
 reports["matmul-odd-fp16"].plot()
 
@@ -1025,6 +1037,7 @@ reports["matmul-odd-fp16"].plot()
 reports["matmul-odd-fp16"]
 
 # %%
+# And a bias and GELU on the way out:
 
 reports["matmul-gelu-fp16"].plot()
 
@@ -1217,21 +1230,17 @@ for n in (256, 512, 1024):
     print(f"{n}³: {2 * n**3 / report_fp16.series('triton_gallery')[n] * 1e-6:.1f} µs")
 
 # %%
-# That is by our clock, which starts before the launch. A profiler, which counts the kernel alone, gave less than half
-# of the first, half of the second and not two thirds of the third. There ours was ahead of torch's by about a tenth at
-# 256³ and 512³, and behind by a twentieth at 1024³. (No record holds these. They are of an H100, and older than the
-# launches of today.) The library's tiles are 64 × 32 as long as all of them run at once and :math:`K` is below 4096, as
-# at 512³ (below 8192 where the result has no more than 64 rows or columns; 16 × 32 where it has up to 16 rows, and 64 ×
-# 16 where it has up to 16 columns). Each then reads little, and our rate there is :measured:`matmul-fp16:
-# triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too, since the first product
-# waits for the first step to arrive: with a :math:`K` below 768 such tiles take steps of 64 numbers, and from there on
-# of 128 (those of 16 rows of 256 where both matrices lie along a :math:`K` of 2048 or more).
+# That is by our clock, which starts before the launch. A profiler counts the kernel alone, and of these times that is
+# the smaller a part the smaller the product is. (No record holds that.) For 512³ the library takes small tiles of 64 ×
+# 32, of which all 128 run at once. Each reads little, and our rate there is :measured:`matmul-fp16: triton_gallery /
+# torch at 512` torch's. How far a step goes along :math:`K` matters, too, since the first product waits for the first
+# step to arrive. (`_pointer_config` in `hopper/matmul_plan.py` has the limits.)
 #
-# And where does the time inside of a kernel go? By the cycle counter of a multiprocessor, an earlier form of the fifth
-# rung multiplied for half of its time at 1024³. (No record holds that.) Before, barriers are made, the warps part, and
-# the first tile comes from memory; behind, the result leaves. So a program does what it can at the same time: it starts
-# its first copies as soon as one barrier is there, and makes the others meanwhile. And it never divides to find its
-# tile, which would cost several hundred cycles: the host passes an inverse of each divisor to multiply by.
+# And where does the time inside of a kernel go? Not all of it into products. Before, barriers are made, the warps part,
+# and the first tile comes from memory; behind, the result leaves. So a program of the fifth rung does what it can at
+# the same time: it starts its first copies as soon as one barrier is there, and makes the others meanwhile. And it
+# never divides to find its tile, which would cost several hundred cycles: the host passes an inverse of each divisor to
+# multiply by.
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, by
@@ -1244,8 +1253,8 @@ for n in (256, 512, 1024):
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of *clusters* of two multiprocessors, to both of which one copy brings a tile. Triton's blocks are powers
 # of two, so that 96 columns would have to be two products, of 64 and of 32, which loses what the better number of tiles
-# gains. Clusters, which Gluon has since Triton 3.9, start later; of what we tried they helped most where few
-# multiprocessors read much, by a seventh at 4528 × 672 × 12752. (No record holds that.)
+# gains. Clusters, which Gluon has since Triton 3.7, take longer to start; of what we tried they helped most where few
+# multiprocessors read much. (No record holds that.)
 #
 # Small tiles have one more trouble: shared memory. Hopper's matrix unit multiplies 64 rows at a time, and for each 64
 # rows it reads their numbers of :math:`A` and all of the tile's numbers of :math:`B` from there, where a copy has
@@ -1265,7 +1274,7 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
     print(f"{rows} × {cols}: {products:.0f} to multiply, {moves:.0f} to move")
 
 # %%
-# Only with the largest tile does shared memory keep up, just so; of the others it sets a limit. That is a count and no
+# Only with the largest tile does shared memory keep up, just so; to the others it sets a limit. That is a count and no
 # measurement. So a product with few tiles has to choose between idle multiprocessors and slow ones, and it is the finer
 # choice that cuBLAS has.
 #
@@ -1281,6 +1290,10 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096` at 4096³,
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 6144` at 6144³ and
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` at 8192³
+#
+# The point at 8192³ in float16 is low in this record. The ladder's chart has the same product at
+# :measured:`matmul-ladder-fp16: triton_gallery / torch at 8192`. Such products draw all the power there is, and the
+# clock follows.
 #
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
 # median of another size may come up to it. In float8 it is the quicker product whose sums have fewer bits, which
@@ -1298,26 +1311,22 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The
 # lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic
 # counts. One row reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From
-# two rows on there is also the sum of the parts, and it is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`.
-# Much more cannot be had here: on an H100, a kernel that did nothing but read the weight took a twentieth less time
-# than our product of 16 rows. A part of what it lacks is how we measure: the flush leaves the cache full of numbers
-# that were written, and when it was full of numbers that had only been read, both took a sixth less time. (But a copy
-# of as many bytes gained as well, and stayed ahead of both. No record holds this.)
+# two rows on there is also the sum of the parts, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at
+# 2`. Much more cannot be had of our clock, since the flush fills the cache with numbers that memory does not have yet.
+# A copy of as many bytes suffers as well; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as
+# many bytes at 2`.
 #
-# With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024` of
-# torch's rate, where about a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once, and we are at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 2048`. From 4096 on :math:`K` is cut: we are at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 4096` there, the lowest of the sweep, at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, at :measured:`matmul-long-fp16: triton_gallery /
-# torch at 16384` at 16384, where tiles become 128 × 128, and at :measured:`matmul-long-fp16: triton_gallery / torch at
-# 65536` at the end. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
-# 128, so that fewer parts will do.
+# With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024`
+# torch's rate, where about a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
+# :math:`K` is cut. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
+# 128, so that fewer parts will do. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` where that
+# begins, the lowest of the sweep, and at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end.
 #
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
-# it that this pays: here from 4095 on, where it is a little ahead: we are at :measured:`matmul-odd-fp16:
-# triton_gallery / torch.compile at 4095` of its rate at 4095³ and at :measured:`matmul-odd-fp16: triton_gallery /
+# it that this pays. Here that is from 4095 on, where it is a little ahead: we are at :measured:`matmul-odd-fp16:
+# triton_gallery / torch.compile at 4095` its rate at 4095³ and at :measured:`matmul-odd-fp16: triton_gallery /
 # torch.compile at 8191` at 8191³. Below, it left the matrices as they are, and our rate is :measured:`matmul-odd-fp16:
 # triton_gallery / torch.compile at 1023` its own at 1023³ and :measured:`matmul-odd-fp16: triton_gallery /
 # torch.compile at 2047` at 2047³. The trial may come out differently each time: in an earlier record it padded these
@@ -1330,7 +1339,7 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # tile is on its way out the matrix unit waits, so each instruction of the activation counts: this one squares the
 # inverse of a root, which the GPU has an instruction for, and needs no division.
 #
-# Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` of torch's
+# Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
 # what chosen sizes hide. In 32 × 3056 × 6976, narrower tiles are better than parts: 96 tiles of 64 × 32 need no second
 # kernel. Of the :math:`K` of 2128 × 112 × 4432, no number makes enough equal parts that are multiples of 16, so the
@@ -1466,8 +1475,8 @@ torch.testing.assert_close(sums.sum(dim=1), (a.float() @ b.float()).sum(dim=1), 
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # A program owns a block of columns and walks along :math:`K`. Together they move all of :math:`B` once, :math:`s K N`
-# bytes, for :math:`2 K N` operations: memory sets the time, and the matrix unit could not help. Each of the four reads
-# the whole row of :math:`A`, which is little.
+# bytes, for :math:`2 K N` operations: memory sets the time, and the matrix unit could not help. Each of the four
+# programs below reads the whole row of :math:`A`, which is little.
 
 
 @triton.jit

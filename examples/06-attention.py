@@ -65,10 +65,10 @@ for S in (512, 2048, 8192, 16384):
 
 # %%
 # With the scores in memory, four trips of :math:`S^2` numbers with two bytes each, the arithmetic intensity cannot
-# exceed :math:`4 S^2 D / 8 S^2 = D / 2` operations per byte, however long the sequence is. That is to the left of the
-# *ridge*, the intensity from which on the matrix units of today set the time (page three), so memory would set it.
-# Without the scores it is :math:`4 S^2 D / 8 S D = S / 2`, and attention can run at the rate of a matrix product. All
-# it takes is never to write the scores down.
+# exceed :math:`4 S^2 D / 8 S^2 = D / 2` operations per byte, however long the sequence is. That is to the left
+# of the *ridge*, the intensity from which on the matrix units of today set the time (page three), so memory would set
+# the time. Without the scores it is :math:`4 S^2 D / 8 S D = S / 2`, and attention can run at the rate of a
+# matrix product. All it takes is never to write the scores down.
 
 # %%
 # A sum may change its reference at any time
@@ -327,9 +327,9 @@ plt.show()
 # quote: triton_gallery.attention._store_tile
 
 # %%
-# And this is the kernel. The argument list is long, since there are four tensors of four strides each. The loop in the
-# middle is the loop from above. Only `s` and its maxima are still without :math:`\sigma`, and the exponentials are
-# powers of 2 instead of :math:`e`.
+# And this is the kernel. The argument list is long: eleven of its names are constants that decide what is compiled. The
+# loop in the middle is the loop from above. Only `s` and its maxima are still without :math:`\sigma`, and the
+# exponentials are powers of 2 instead of :math:`e`.
 
 # quote: triton_gallery.attention._attention_fwd_kernel
 
@@ -374,7 +374,7 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 #   however large. `s * scale_log2 - new_max`, with a maximum that was scaled before, would be one instruction less, a
 #   fused multiply-add. It does not round its product, whereas the product inside `new_max` would have been rounded: a
 #   score of :math:`10^{10}` may lie hundreds above or below its own maximum. Hopper's kernels, further down, save the
-#   instruction.
+#   instruction, and are exact for smaller scores only, as the notes of `tg.attention` say.
 # - `row_max` begins at the lowest finite number where `tiled_attention` has :math:`-\infty`. The section before the
 #   exercises shows why.
 # - `for part in tl.static_range(...)` is unrolled when the kernel is compiled. It becomes two loops for a causal mask,
@@ -669,22 +669,23 @@ except ValueError as error:
 # On Hopper, copying and multiplying have warps of their own
 # ----------------------------------------------------------
 #
-# The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H200, the library has a
-# second set. They serve what most models train with: float16 or bfloat16, with any mask that leaves each query a key,
-# and in the backward pass a head dimension over 16. Where that does not hold, the kernels above stay in charge. Both
-# sets compute the same formulas. What changes is who waits for whom.
+# The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H100 and the H200, the
+# library has a second set. They serve what most models train with: float16 or bfloat16, with any mask that leaves each
+# query a key, and in the backward pass a head dimension over 16. Where that does not hold, the kernels above stay in
+# charge. Both sets compute the same formulas. What changes is who waits for whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
 # matrix unit does about 256. So the exponentials take half as long as the products, and at a head dimension of 64 as
 # long. A program that first multiplies and then takes exponentials leaves each unit idle while the other works.
 # Therefore these kernels are written in Gluon, the lower level of Triton, where one can say which warps do what. (In
-# Triton itself, `tl.range(..., warp_specialize=True)` asks the compiler to divide the work of a loop. So far it does
-# that for simple loops, on Blackwell.)
+# Triton itself, `tl.range(..., warp_specialize=True)` asks the compiler to divide the work of a loop. With Triton 3.6
+# it does so on Hopper, too, for loops that load by descriptors. But the order in which products and exponentials start
+# cannot be said there.)
 #
-# - One group of warps, the *producer*, does nothing but start copies of :math:`Q`, :math:`K` and :math:`V` from memory
-#   into shared memory. Two or three other groups, the *consumers*, own 64 queries each and do the arithmetic. Barriers
-#   in shared memory tell a consumer that a tile has arrived, and the producer that its place is free again.
+# - The warps part as in the fifth rung of page three: a *producer* starts the copies of :math:`Q`, :math:`K` and
+#   :math:`V`, two or three *consumers* own 64 queries each and do the arithmetic, and barriers in shared memory tell
+#   each side when a tile has come or may go.
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
 #   own product.
@@ -841,7 +842,8 @@ ladder
 # there is less other work to turn to.
 #
 # What remains is waiting: products and exponentials take turns. On Hopper the last step of the library is the division
-# of labour that the section above describes. It saves no operation, and lets both units work at the same time.
+# of labour that the section above describes. It saves few operations (Hopper's kernels leave out a quarter of each tile
+# on the diagonal of a causal mask), and lets both units work at the same time.
 
 # %%
 # At the rate of a matrix product?
@@ -1102,9 +1104,9 @@ report_latent_bwd.plot()
 report_latent_bwd
 
 # %%
-# In *grouped-query attention* several heads of queries share the keys and values of one head. Most language models of
-# today do this, for the sake of their cache: here 32 heads share 8, as in Llama 3, again with 16384 positions and a
-# causal mask. The operations are those of 32 heads. No key is copied for it: a program reads those of its group.
+# Most language models of today group their queries, as the model with a cache above does. Here 32 heads share the keys
+# and values of 8, as in Llama 3, again with 16384 positions and a causal mask. The operations are those of 32 heads. No
+# key is copied for it: a program reads those of its group.
 
 
 def grouped(direction, name):
@@ -1310,7 +1312,7 @@ report_window_bwd
 
 # %%
 # The narrower the window, the more of the work lies in tiles that are partly masked: with 128 keys we are at
-# :measured:`attention-bwd-window-fp16: triton_gallery / FlexAttention at 128` of FlexAttention's rate, with 8192 at
+# :measured:`attention-bwd-window-fp16: triton_gallery / FlexAttention at 128` FlexAttention's rate, with 8192 at
 # :measured:`attention-bwd-window-fp16: triton_gallery / FlexAttention at 8192`.
 
 # %%
@@ -1362,17 +1364,17 @@ report_fp32_bwd
 # -------------------
 #
 # When a language model writes, it adds one word at a time. Then there is a single query in each head, and the keys of
-# all words so far. Each key is met by one query, or by the few that share it, so the arithmetic takes no time beside
-# that of reading :math:`K` and :math:`V` once, and the limit is the memory's, not the matrix unit's. With one sequence
-# the kernel for many queries is at its worst. Its tile of 128 queries holds one, which costs little. But 32 heads make
-# 32 programs, for 132 multiprocessors.
+# all words so far. Let us count. With :math:`g` heads of queries to a head of keys, each of the latter takes
+# :math:`4 g S D` operations for :math:`4 S D` bytes of :math:`K` and :math:`V` in float16. That is :math:`g` per
+# byte, 1 or 4 in the sweep below, so the limit is the memory's, not the matrix unit's. With one sequence the kernel for
+# many queries is at its worst. Its tile of 128 queries holds one, which costs little. But 32 heads make 32 programs,
+# for 132 multiprocessors.
 #
-# So the keys are shared out: each program walks along a part of them, a *split*, and writes what it has found, its
-# sums and its maximum. The rule by which a row joined its tiles holds for splits as well, and a second kernel joins
-# them. And where several heads of queries share the same keys (*grouped queries*), one program serves them all, or the
-# keys would be read once for each. The tile of queries then holds all queries of all heads of a group. The second
-# kernel has little to do. To make its start cheap as well, its programs may begin while the last ones of the first
-# kernel still run, and wait for them by the two calls of page five:
+# So the keys are shared out: each program walks along a part of them, a *split*, and writes what it has found, its sums
+# and its maximum. The rule by which a row joined its tiles holds for splits as well, and a second kernel joins them.
+# One program serves all heads of a group, or the keys would be read once for each: its tile of queries holds all
+# queries of all these heads. The second kernel has little to do. To make its start cheap as well, its programs may
+# begin while the last ones of the first kernel still run, and wait for them by the two calls of page five:
 
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -1515,22 +1517,26 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions: {surplus:5.1%} more than is credited, forward {surplus / 2:5.1%}")
 
 # %%
-# So every causal curve begins low, and for ours little of the difference is left at 16384. Against cuDNN, with 4096
-# positions, our forward pass runs at :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 4096` without a mask
-# and at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where the schedule of long
-# and short tiles pays. (The sweep of head dimensions measures this shape once more, and says
-# :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`.) Short sequences are about even, or a little
-# behind with 512 positions: with head dimension 64 at worst at :measured:`attention-fwd-d64-fp16: triton_gallery /
-# cuDNN at worst` and, with a mask, at :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and
-# with 128 and a mask at :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 512`.
-# From 2048 positions on they are even or ahead. The backward passes with a mask begin with the longest tiles, and are
-# at worst at :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and at
-# :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64. Without one they are about even
-# with cuDNN's with head dimension 128, from :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to
-# :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`. With 64 they are even or ahead, from
-# :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16:
-# triton_gallery / cuDNN at best`. (In two earlier records, of the same kernels, the point with 4096 positions was far
-# behind. Why, we do not know.)
+# So every causal curve begins low, and for ours little of the difference is left at 16384. Our rate over cuDNN's is
+#
+# - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
+#   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
+#   the schedule of long and short tiles pays (the sweep of head dimensions measures the latter once more, and says
+#   :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`)
+# - forward with short sequences about even, or a little behind with 512 positions: with head dimension 64 at worst
+#   :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
+#   :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, with 128 and a mask
+#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 512`; from 2048 positions on even or ahead
+# - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
+#   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
+#   triton_gallery / cuDNN at worst` with 64
+# - backward without a mask about even with head dimension 128, from :measured:`attention-bwd-d128-fp16: triton_gallery
+#   / cuDNN at worst` to :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`, and even or ahead with 64,
+#   from :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16:
+#   triton_gallery / cuDNN at best`
+#
+# (In two earlier records of the same kernels, the backward pass without a mask, with head dimension 64, was far behind
+# at 4096 positions. The cause is unknown.)
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
