@@ -253,8 +253,8 @@ except ValueError as error:
 #
 # We measure from 16 KiB to 1 GiB per tensor, against torch's own addition and against what `torch.compile` makes of it.
 # The figure of merit is the useful bandwidth: 12 bytes per element, divided by the time. Between any two runs the L2
-# cache is flushed, so that every byte has to come from memory. Without a GPU we show the record of the last measured
-# run, which says so where anything has changed since.
+# cache is flushed, so that every byte has to come from memory. Without a GPU we show a committed record, which says of
+# what GPU it is, when it was made, and whether anything has changed since.
 #
 # A launch returns at once, while the GPU goes on working, so a clock around the call would measure the launch alone.
 # `measure` lets the GPU itself take the time between the start and the end of each of many calls, and gives the median
@@ -441,10 +441,10 @@ if loop == loop:  # measured
 # ------------------
 #
 # That an addition is limited by memory can be drawn. The horizontal axis of the picture is the *arithmetic intensity*,
-# operations per byte, and its vertical axis the rate of arithmetic. No kernel gets above the *roofline*: on its slope
-# memory sets the time, on its flat part the arithmetic units do, and the *ridge* is where the two meet. An addition
-# of float32 numbers stands at 1/12 operation per byte. Only smaller numbers move it to the right, or more to do in the
-# same kernel, as in the first exercise.
+# operations per byte, and its vertical axis the rate of arithmetic. No kernel gets far above the *roofline*: on its
+# slope memory sets the time, on its flat part the arithmetic units do, and the *ridge* is where the two meet. An
+# addition of float32 numbers stands at 1/12 operation per byte. Only smaller numbers move it to the right, or more to
+# do in the same kernel, as in the first exercise.
 
 rates = report.series("triton_gallery")  # in GB/s; divided by 12 bytes and by 1000, in TFLOP/s
 tg.benchmark.roofline(report, {f"$2^{{{n}}}$ elements": (1 / 12, rates[2**n] / 12 / 1000) for n in (16, 20, 28)})

@@ -253,6 +253,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # be nearly twice the row; of the last block at most a part is empty. A program has one row at a time there, and as few
 # warps as have the registers for it: the fewer, the fewer wait for each other at each sum. Shorter rows take this
 # kernel, too, if they begin between multiples of 16 bytes and have 32 numbers or more; then up to four share a warp.
+# And a few short rows, up to four tiles of them, have one program, which gets `dw` and `db` themselves for its partial
+# rows: the second launch would take longer than all the rest.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -953,12 +955,13 @@ rms_report
 # Parts of rows on Hopper copy only whole vectors to shared memory. What is left at the ends is loaded number by number,
 # two rows ahead, by the first threads of a program; it joins the sums when the lanes meet.
 #
-# Forward, `tl` loads whole vectors of odd rows of 128 to 8184 16-bit numbers, and of 128 to 1024 float32 numbers; other
-# odd rows of up to 24576 it loads number by number. On Hopper the kernel with the parts takes odd rows of more than
-# 8184 numbers where `x` has 16 MiB or more, and all of more than 24576, which other GPUs read twice. Backward, `tl`
-# loads whole vectors of all odd rows of 32 numbers or more that stay in registers (up to 10233 numbers of 16 bits, 5117
-# of float32). On Hopper longer ones have parts, but for those of up to 8192 float32 numbers where `x` has less than 32
-# MiB.
+# All of this takes instructions, too, and pays only where there are enough numbers. Forward, `tl` loads whole vectors
+# of odd rows of 257 to 8184 16-bit numbers, from two million of them on; other odd rows of up to 24576 it loads number
+# by number, shorter ones in small programs, each of which has not many to wait for. On Hopper the kernel with the parts
+# takes odd rows of more than 8184 numbers where `x` has 16 MiB or more, and all of more than 24576, which other GPUs
+# read twice. Backward, `tl` loads whole vectors of odd rows of 32 numbers or more that stay in registers (up to 10233
+# numbers of 16 bits, 5117 of float32). On Hopper longer ones have parts, but for those of up to 8192 float32 numbers
+# where `x` has less than 32 MiB.
 #
 # Here are a forward and a backward pass together, over 128 MiB whatever the length.
 

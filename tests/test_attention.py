@@ -1069,3 +1069,11 @@ def test_attention_on_fuzzed_inputs(device, fuzz):
         check(q, k, v, dout=dout, alike=True, **case["mask"])
 
     fuzz(run, case=fuzzed())
+
+
+@pytest.mark.parametrize("longer", ["q", "k"])
+def test_lengths_whose_positions_would_be_miscounted(longer):
+    short, long = torch.empty(1, 1, 4, 8, device="meta"), torch.empty(1, 1, 2**31 - 2**14 - 3, 8, device="meta")
+    q, k = (long, short) if longer == "q" else (short, long)
+    with pytest.raises(ValueError, match=r"q and k must not be longer together .*miscounted, got"):
+        tg.attention(q, k, k)

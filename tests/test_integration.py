@@ -497,6 +497,26 @@ def test_batches_of_gradients(pair, device):
 
 
 @PAIR
+def test_batches_of_gradients_that_are_differentiated_again(pair, device):
+    def penalty(function):
+        torch.manual_seed(0)
+        args = [arg.requires_grad_() for arg in inputs(device)]
+        result = function(*args)
+        batch = torch.eye(result.numel(), device=device).view(-1, *result.shape)
+        grads = torch.autograd.grad(result, args, batch, True, True, is_grads_batched=True, allow_unused=True)
+        sum(grad.square().sum() for grad in grads if grad is not None).add(result.sum()).backward()
+        return [arg.grad for arg in args]
+
+    expected = penalty(pair[1])
+    try:
+        result = penalty(pair[0])
+    except NotImplementedError as error:
+        assert "create_graph=True, gradients cannot come in a batch" in str(error) or "again" in str(error)
+    else:
+        torch.testing.assert_close(result, expected, **TOLERANCE)
+
+
+@PAIR
 def test_inference_mode(pair, device):
     args = inputs(device)
     with torch.inference_mode():

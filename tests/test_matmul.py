@@ -1171,3 +1171,25 @@ def test_matmul_on_fuzzed_inputs(fuzz):
         assert_gradients_match_torch(a, b, bias, activation)
 
     fuzz(check, ab=operands(), activation=st.sampled_from([None, *ACTIVATIONS]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradient_of_a_matrix_that_a_batch_shares_is_rounded_once(dtype, device):
+    w = torch.ones(4, 8, dtype=dtype, device=device, requires_grad=True)
+    x = torch.full((2, 8, 16), 500.0, dtype=dtype, device=device)
+    x[1] *= -1
+    out = tg.matmul(w, x)
+    # Each sample's share is beyond float16.
+    (grad,) = torch.autograd.grad(out, w, torch.full_like(out, 10.0))
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("shared", ["a", "b"])
+def test_gradient_of_a_matrix_that_a_batch_shares(shared, device):
+    x, w, dy = (torch.randn(*shape, device=device) for shape in ((5, 7, 6), (6, 3), (7, 5, 3)))
+    x = x.transpose(0, 1)  # its batch does not become rows without a copy
+    a, b = (x, w) if shared == "b" else (w.mT, x.mT)
+    a, b, dy = a.detach().requires_grad_(), b.detach().requires_grad_(), dy if shared == "b" else dy.mT
+    results = [torch.autograd.grad(f(a, b), (a, b), dy) for f in (tg.matmul, torch.matmul)]
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

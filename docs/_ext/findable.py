@@ -43,7 +43,8 @@ def description(doctree: nodes.document) -> str:
             break
     else:
         return ""
-    text = re.sub(r"\s*\[[^\]]*\]", "", " ".join(paragraph.astext().split()))
+    # A citation stands behind a blank, unlike the brackets of code.
+    text = re.sub(r"\s+\[[^\]]*\]", "", " ".join(paragraph.astext().split()))
     sentences = re.split(r"(?<=[.!?]) ", text)
     while len(sentences) > 1 and len(" ".join(sentences)) > LONGEST:
         sentences.pop()

@@ -22,7 +22,7 @@ from measured import NONE_YET, RECORDS, gpus, label, list_table, note_record, ta
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery._report import NOT_YET, Report, is_ours, is_study, place, slug
+from triton_gallery._report import Report, is_ours, is_study, place, slug
 from triton_gallery.benchmark import _read
 
 logger = logging.getLogger(__name__)
@@ -113,21 +113,17 @@ class Records(SphinxDirective):
     def _one(self, gpu: str, name: str, found) -> list[str]:
         r, page = found.record, page_of(found.record)
         table = _published(found._repr_html_(), self.env.current_document.docname)
-        lines = ["", f".. _{label(gpu, name)}:", "", f".. rubric:: {r['title']}", ""]
+        lines = ["", f".. _{label(gpu, name)}:", "", f".. rubric:: {r['title']}", "   :heading-level: 2", ""]
         explained = [docname for docname in sorted(self.env.found_docs) if page and f"/{page}/" in f"/{docname}/"]
         lines += [f"Explained in :doc:`/{explained[0]}`.", ""] if explained else []
-        lines += [
-            f".. image:: /{draw(Path(self.env.srcdir), found)}",
-            f"   :alt: {alt(found)}",
-            "",
-        ]
+        if not found.outdated:
+            lines += [f".. image:: /{draw(Path(self.env.srcdir), found)}", f"   :alt: {alt(found)}", ""]
         lines += [
             ".. raw:: html",
             "",
             *(f"   {line}" for line in f'<div class="output_html">{table}</div>'.split("\n")),
             "",
         ]
-        lines += [f"``make record{f' PAGE={page}' if page else ''}`` on a machine with this GPU measures it again.", ""]
         lines += [".. dropdown:: At each commit", ""]
         return lines + [f"   {line}".rstrip() for line in _history(gpu, name)]
 
@@ -153,8 +149,7 @@ def _summary(gpu: str, found: dict) -> list[str]:
 def alt(found) -> str:
     """What a figure shows, for those who do not see it."""
     r = found.record
-    shown = NOT_YET if found.outdated else f"the throughput of {', '.join(found.providers)} by {r['x']}"
-    return f"{r['title']}, on {r['gpu']}: {shown}"
+    return f"{r['title']}, on {r['gpu']}: the throughput of {', '.join(found.providers)} by {r['x']}"
 
 
 def draw(srcdir: Path, found) -> str:
@@ -221,9 +216,11 @@ def _doctree_read(app, doctree) -> None:
             continue
         tabs = {record["gpu"]: [shown]}
         for other in others:
-            image = nodes.image("", uri=f"/{draw(Path(app.srcdir), other)}", alt=alt(other))
             table = _published(f'<div class="output_html">{other._repr_html_()}</div>', docname)
-            tabs[other.record["gpu"]] = [image, nodes.raw("", table, format="html")]
+            tabs[other.record["gpu"]] = [nodes.raw("", table, format="html")]
+            if not other.outdated:
+                image = nodes.image("", uri=f"/{draw(Path(app.srcdir), other)}", alt=alt(other))
+                tabs[other.record["gpu"]].insert(0, image)
         node.replace_self(_tab_nodes(tabs))
 
 

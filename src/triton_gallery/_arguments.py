@@ -106,11 +106,29 @@ def requires_gradient(*tensors: torch.Tensor | None) -> bool:
 def needs_autograd(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd has to record a function of these tensors now.
 
-    Where torch transforms, compiles or traces, the registered operators see to it, and in inference mode nobody does.
+    Where torch transforms, compiles, traces or brings a batch of gradients, the registered operators see to it, and in
+    inference mode nobody does.
     """
     return requires_gradient(*tensors) and not (
-        torch.compiler.is_compiling() or is_transformed() or torch._C._is_tracing() or torch.is_inference_mode_enabled()
+        torch.compiler.is_compiling()
+        or is_transformed()
+        or torch._C._is_tracing()
+        or torch.is_inference_mode_enabled()
+        or any(map(is_in_batch_of_gradients, tensors))
     )
+
+
+def is_in_batch_of_gradients(x: torch.Tensor | None) -> bool:
+    """Whether x stands for one gradient of each of a batch: `is_grads_batched=True`, for which torch has a vmap."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def refuse_batch_of_gradients(op: str, *gradients: torch.Tensor | None) -> None:
+    """For a gradient that is to be differentiated itself, which torch's vmap would leave without a graph."""
+    if any(map(is_in_batch_of_gradients, gradients)):
+        raise NotImplementedError(
+            f"{op}: with create_graph=True, gradients cannot come in a batch (is_grads_batched=True, vectorize=True)"
+        )
 
 
 def in_shape(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

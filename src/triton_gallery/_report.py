@@ -281,15 +281,17 @@ class Report:
         if r.get("x_log"):
             ax.set_xscale("log", base=2)
         shown = _apart(sorted(xs), r.get("x_log")) if is_scale else xs[:: math.ceil(len(xs) / 12)]
-        ax.set_xticks([place[x] for x in shown], _ticks(shown), rotation=30 if len(str(shown)) > 80 else 0)
+        labels = _ticks(xs)
+        is_long = len(str(shown)) > 80 and not labels[0].startswith("$")
+        ax.set_xticks([place[x] for x in shown], [labels[xs.index(x)] for x in shown], rotation=30 if is_long else 0)
         ax.minorticks_off()
         if r.get("y_log"):
             ax.set_yscale("log")
         else:
             ax.set_ylim(0, 1.05 * ax.dataLim.ymax)
-        # About 84 characters fit into one line.
+        # About 76 characters fit into one line in the widest font that a browser may choose.
         title = f"{r['title']}, measured on {r['gpu']}"
-        title = title if len(title) <= 84 else title.replace(", measured", ",\nmeasured")
+        title = title if len(title) <= 76 else title.replace(", measured", ",\nmeasured")
         ax.set(title=title, xlabel=r["x"], ylabel=f"throughput ({r['unit']})")
         ax.grid(color="#dddddd", linewidth=0.6)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -393,14 +395,24 @@ def _styles(providers: list[str]) -> dict[str, dict]:
 
 
 def _apart(xs: list, is_log: bool) -> list:
-    """Those of the ascending xs whose labels have room beside one another on the axis."""
+    """Those of the ascending xs whose labels have room on the axis, the first and the last among them."""
     places = {x: math.log(x) if is_log else x for x in xs}
+    labels = dict(zip(xs, _ticks(xs), strict=True))
+
+    def has_room(x, before) -> bool:
+        # Five digits, or a power of two, take about a fifteenth of the axis, and each digit more a fiftieth.
+        more = 0 if labels[x].startswith("$") else max(0, len(labels[x]) - 5)
+        return places[x] - places[before] >= (0.065 + 0.02 * more) * (places[xs[-1]] - places[xs[0]])
+
     shown = xs[:1]
     for x in xs[1:]:
-        # Five digits take about a fifteenth of the axis, and each one more a fiftieth.
-        room = 0.065 + 0.02 * max(0, len(str(x)) - 5)
-        if places[x] - places[shown[-1]] >= room * (places[xs[-1]] - places[xs[0]]):
+        if has_room(x, shown[-1]):
             shown.append(x)
+    if shown[-1] != xs[-1]:
+        # The label before gives way; the last one says how far the sweep goes.
+        while len(shown) > 1 and not has_room(xs[-1], shown[-1]):
+            shown.pop()
+        shown.append(xs[-1])
     return shown
 
 

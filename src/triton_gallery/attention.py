@@ -23,6 +23,7 @@ from ._arguments import (
     is_transformed,
     needs_autograd,
     number,
+    refuse_batch_of_gradients,
 )
 from ._dot import dot, dot_precision
 from ._launch import (
@@ -1037,6 +1038,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         differentiated = torch.is_grad_enabled() and not is_transformed()
+        if differentiated:
+            refuse_batch_of_gradients("attention", dout, dlse)
         backward = _AttentionBackward.apply if differentiated else _attention_bwd
         return *backward(dout, dlse, q, k, v, out, lse, *ctx.options), None, None, None
 
@@ -1127,9 +1130,9 @@ def attention(
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not supported, or dtypes that differ.
-        ValueError: a mask or dropout, shapes that do not fit together, a head_dim over 256, a scale that is not finite
-            or (but for float64) beyond 2e38, a negative window,
-            an unknown alignment, or tensors on different devices or where no kernel can run.
+        ValueError: a mask or dropout, shapes that do not fit together, a head_dim over 256, a seq_q + seq_k over
+            2**31 - 2**14, a scale that is not finite or (but for float64) beyond 2e38, a negative window, an unknown
+            alignment, or tensors on different devices or where no kernel can run.
         NotImplementedError: forward-mode differentiation reaches an argument, or a gradient is differentiated again.
 
     Notes:
@@ -1221,6 +1224,12 @@ def _as_4d(
         raise ValueError(f"attention: k must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
     if v.shape[-2] != k.shape[-2]:
         raise ValueError(f"attention: v must have k's length {k.shape[-2]}, got {v.shape[-2]}")
+    # The kernels count positions, and distances between them, in 32 bits; blocks reach beyond the last one.
+    if known(q.shape[-2] + k.shape[-2] > 2**31 - 2**14):
+        raise ValueError(
+            "attention: q and k must not be longer together than 2**31 - 2**14, beyond which positions are miscounted, "
+            f"got {q.shape[-2]} and {k.shape[-2]}"
+        )
     heads = {name: x.shape[-3] if x.dim() > 2 else 1 for name, x in named.items()}
     if enable_gqa:
         divides = heads["q"] % heads["k"] == 0 if heads["k"] else heads["q"] == 0

@@ -76,6 +76,13 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
 
     Raises:
         RuntimeError: there is no GPU, or Triton's interpreter is on.
+        TypeError: `grad_to_none` is a tensor instead of a list of tensors.
+
+    Example:
+        >>> import torch, triton_gallery as tg
+        >>> x = torch.randn(4096, 4096, device="cuda")  # doctest: +SKIP
+        >>> times = tg.benchmark.measure(lambda: tg.softmax(x, dim=-1))  # doctest: +SKIP
+        >>> median, low, high = tg.benchmark.gbps(2 * x.nbytes, times)  # read once and written once # doctest: +SKIP
     """
     if isinstance(grad_to_none, torch.Tensor):
         raise TypeError("measure: grad_to_none must be a list of tensors, got a tensor")
@@ -204,7 +211,12 @@ class Environment(dict):
 
 
 def environment() -> Environment:
-    """Name the GPU, its driver, the versions of everything that takes part, the commit and the date."""
+    """Name the GPU, its driver, the versions of everything that takes part, the commit and the date.
+
+    Returns:
+        A dict of texts with the keys `gpu`, `driver`, `cuda`, `torch`, `triton`, `python`, `package`, `commit` and
+        `date`; prints one line per entry. What does not apply is "none", and what cannot be found out is "unknown".
+    """
     device = _device()
     hip, xpu = torch.version.hip and f"HIP {torch.version.hip}", torch.version.xpu and f"XPU {torch.version.xpu}"
     return Environment(
@@ -263,8 +275,12 @@ def load(name: str, gpu: str | None = None) -> Report:
 
     Args:
         name: the benchmark's name, such as "softmax-fp16".
-        gpu: a folder of records, such as "nvidia-h200". None takes this machine's GPU, else the H200, else the first;
-            but if the kernels are no longer those measured there, the next whose record is of today's.
+        gpu: a folder of records, such as "nvidia-h200". None goes through this machine's GPU, the H200, and then all
+            others in alphabetical order, those of them that have a record of this benchmark. It takes the first whose
+            record is of today's kernels, and where there is none the first of all, outdated.
+
+    Returns:
+        A `Report`, which says in `outdated` whether its figures are hidden.
 
     Raises:
         FileNotFoundError: no GPU's records hold this benchmark, or not those of `gpu`.
@@ -386,10 +402,11 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
             takes, "calls/ms"; its `line_names` hold "triton_gallery", unless its name begins with "guide-"; its
             `styles` are not used.
         title: what is measured, as a heading.
-        limit: what to measure in the same run as the hardware's limit: one of `LIMITS`, or None. "copy" also measures,
-            as one more provider, a copy of as many bytes as ours is credited with at each x: whatever its size, a
-            kernel has to start, to wait for the first bytes and to make room in the L2 cache, which takes a small
-            tensor longer than its bytes do.
+        limit: what to measure in the same run as the hardware's limit: "copy" (GB/s); "matmul-fp16", "matmul-bf16" or
+            "matmul-fp8" (TFLOP/s), as the function `limit` describes them; or None. "copy" also measures, as one more
+            provider, a copy of as many bytes as ours is credited with at each x: whatever its size, a kernel has to
+            start, to wait for the first bytes and to make room in the L2 cache, which takes a small tensor longer than
+            its bytes do.
         rounds: how often each point is measured, with the providers' order reversed every other time, so that a GPU
             that slows down as it warms up favours nobody. The median over the rounds counts.
 

@@ -285,6 +285,9 @@ def listing(
         backward: compile the gradient's kernels too.
         kwargs: its keyword arguments.
 
+    Returns:
+        A `Listing` of that kernel with the stages asked for.
+
     Raises:
         TypeError: the function cannot be imported by name in another process, or an argument cannot travel there.
         ValueError: there is no such target, kernel or stage, or nothing was launched.

@@ -22,6 +22,7 @@ from ._arguments import (
     is_transformed,
     needs_autograd,
     number,
+    refuse_batch_of_gradients,
 )
 from ._launch import (
     alignment,
@@ -979,6 +980,7 @@ class _LayerNorm(torch.autograd.Function):
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dw_dtype, db_dtype = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
         if torch.is_grad_enabled() and not is_transformed():
+            refuse_batch_of_gradients("layer_norm or rms_norm", dy)
             grads = _LayerNormBackward.apply(dy, x, weight, mean, rstd, ctx.n_cols, dw_dtype, db_dtype, ctx.eps)
         else:
             grads = _layer_norm_bwd(dy, x, weight, mean, rstd, ctx.n_cols, dw_dtype, db_dtype)

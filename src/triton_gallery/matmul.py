@@ -577,9 +577,9 @@ class _Matmul(torch.autograd.Function):
         da = db = dbias = None
         if dpre is not None:
             if ctx.needs_input_grad[0]:
-                da = _differentiable(dpre, b.mT, None, None, ctx.precision).sum_to_size(ctx.shapes[0])
+                da = _product_of_shape(dpre, b.mT, ctx.shapes[0], ctx.precision)
             if ctx.needs_input_grad[1]:
-                db = _differentiable(a.mT, dpre, None, None, ctx.precision).sum_to_size(ctx.shapes[1])
+                db = _product_of_shape(a.mT, dpre, ctx.shapes[1], ctx.precision)
             if ctx.needs_input_grad[2]:
                 dbias = dpre.sum_to_size(ctx.shapes[2])
         return da, db, dbias, None, None
@@ -591,6 +591,16 @@ class _MatmulAndPre(_Matmul):
 
 differentiable(_matmul, _Matmul)
 differentiable(_matmul_and_pre, _MatmulAndPre)
+
+
+def _product_of_shape(a, b, shape, precision):
+    """a @ b, summed over the batch dimensions that `shape` lacks."""
+    if len(shape) == 2 and max(a.dim(), b.dim()) > 2:
+        # The batch becomes part of the dimension that the product sums over: its sums are rounded once.
+        batch = broadcast(a.shape[:-2], b.shape[:-2])
+        a = a.expand(*batch, *a.shape[-2:]).movedim(-2, 0).flatten(1)
+        b = b.expand(*batch, *b.shape[-2:]).flatten(0, -2)
+    return _differentiable(a, b, None, None, precision).sum_to_size(shape)
 
 
 def _differentiable(a, b, bias, activation, precision):

@@ -81,6 +81,8 @@ class Trace:
     Where a method takes a program, that is its ids along the axes of the grid, or its number: axis 0 counts fastest.
     Where it gives an array for an argument, the array has the argument's shape.
 
+    To name the class: ``from triton_gallery.trace import Trace``.
+
     Attributes:
         kernel: the kernel's name.
         grid: programs along each of the three axes.
@@ -216,16 +218,16 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         A `Trace`.
 
     Raises:
-        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, `grid` is neither or
-            holds something else than ints, or `watch` something else than names.
+        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, `grid` is neither a
+            tuple nor a function or holds something else than ints, or `watch` holds something else than names.
         ValueError: the kernel sets no variable of a name in `watch`, `grid` has more than three axes, none, or a
-            negative number of programs, or a tensor is sparse or holds no data. (In a view with gaps, these count as
-            outside.)
+            negative number of programs, or a tensor is sparse or holds no data.
 
     Notes:
         The interpreter runs the programs one after another, axis 2 fastest, and takes some 50 µs for every operation of
-        every program: choose small tensors. A lane outside its tensor loads `other` or 0, and stores nothing. Tensors
-        on a GPU are copied to the CPU and back. An error inside the kernel arrives as Triton's `InterpreterError`.
+        every program: choose small tensors. A lane outside its tensor loads `other` or 0, and stores nothing. The gaps
+        of a view are outside of it. Tensors on a GPU are copied to the CPU and back. An error inside the kernel arrives
+        as Triton's `InterpreterError`.
 
     Example:
         >>> import torch, triton_gallery
