@@ -30,7 +30,8 @@ def attention(seq_q, seq_k, head_dim, dtype=F16, heads=(2, 2), head_dim_v=None, 
 
 # Functions with the tensors they take; gradients are computed for each where the dtype has them.
 CALLS = [
-    (tg.add, [random(1000), random(1000)]),
+    (tg.add, [random(1008), random(1008)]),
+    (tg.add, [random(1001), random(1001)]),
     (lambda x, y: tg.add(x, y, alpha=2), [random(37, 21), random(37, 1, dtype=F32)]),
     (tg.softmax, [random(37, 781)]),
     (tg.log_softmax, [random(5, 129, dtype=F64)]),
@@ -52,7 +53,8 @@ CALLS = [
     (lambda x: tg.dropout(x, 0.3), [random(1001)]),
     (lambda x: tg.dropout(x, 0.3, seed=1), [random(3, 33, 65).mT]),
     (lambda x: tg.dropout(x, 0.3, seed=1), [random(3, 64, 65).mT]),
-    (lambda x, w, b: tg.layer_norm(x, (781,), w, b), [random(300, 781), random(781), random(781)]),
+    (lambda x, w, b: tg.layer_norm(x, (781,), w, b), [random(2**21 // 781 + 1, 781), random(781), random(781)]),
+    (lambda x, w, b: tg.layer_norm(x, (100,), w, b), [random(9, 100), random(100), random(100)]),
     (lambda x, w, b: tg.layer_norm(x, (1000,), w, b), [random(300, 1000), random(1000), random(1000)]),
     (lambda x, w, b: tg.layer_norm(x, (9, 13), w, b), [random(65, 9, 13, dtype=F32), *random(2, 9, 13, dtype=F32)]),
     (lambda x, w: tg.rms_norm(x, (40999,), w), [random(3, 40999), random(40999)]),
