@@ -1,6 +1,7 @@
 """The reader of compiled kernels, on kernels small enough to know what the compiler must make of them."""
 
 import functools
+import importlib
 import os
 import pickle
 import re
@@ -443,6 +444,18 @@ def test_inspect_finds_modules_of_the_current_folder(tmp_path):
     code += "; print(triton_gallery.codegen.inspect(mine.twice, x, targets=['sm_80']).kernels[0].name)"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout.strip() == "_add_kernel", result.stderr
+
+
+def test_a_module_that_changed_is_compiled_anew(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "edited.py"
+    text = "import triton_gallery\n\n\ndef call(x):\n    return triton_gallery.{}\n"
+    file.write_text(text.format("add(x, x)"))
+    edited = importlib.import_module("edited")
+    assert codegen.inspect(edited.call, empty(64), targets="sm_80").kernels[0].name == "_add_kernel"
+    file.write_text(text.format("dropout(x, 0.5, seed=1)"))
+    importlib.reload(edited)
+    assert codegen.inspect(edited.call, empty(64), targets="sm_80").kernels[0].name == "_dropout_kernel"
 
 
 def test_what_cannot_travel_to_the_compiling_process_is_refused():

@@ -843,8 +843,10 @@ def test_autocast_leaves_float64_alone():
     a, b = random(3, 4, dtype=torch.float64), random(4, 5, dtype=torch.float64)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         torch.testing.assert_close(tg.matmul(a, b), a @ b)
-        with pytest.raises(TypeError, match=r"b must have a's dtype, bfloat16, got float64"):
+        with pytest.raises(TypeError, match=r"b must have a's dtype, bfloat16 after autocast, got float64; convert"):
             tg.matmul(a.float(), b)
+        with pytest.raises(TypeError, match=r"b must have a's dtype, float64, got bfloat16 after autocast; convert"):
+            tg.matmul(a, b.float())
 
 
 @pytest.mark.gpu

@@ -618,6 +618,31 @@ def test_what_is_another_call_is_not_recognized():
     assert _recognizer((x, x, y), None)((y, y, x)) is not None
 
 
+@pytest.mark.parametrize(
+    ("value", "equal"),
+    [(0.0, -0.0), ((1, 5), (True, 5)), ((1, 5), (1.0, 5)), ((0.0, (1,)), (-0.0, (1,))), ((0, (1,)), (0, (True,)))],
+    ids=str,
+)
+def test_equal_values_that_are_not_the_same_are_told_apart(value, equal):
+    x = aligned(4, 8)
+    for one, other in ((value, equal), (equal, value)):
+        recognize = _recognizer((x, one), None)
+        assert recognize((x, one)) is not None and recognize((x, other)) is None
+        assert _kind((x, one), []) != _kind((x, other), [])
+    assert _kind((x, [1, 5]), []) != _kind((x, [True, 5]), [])
+    # Another object of the same value is the same call.
+    again = tuple(list(value)) if isinstance(value, tuple) else float(str(value))
+    assert _recognizer((x, value), None)((x, again)) is not None
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_the_interpreter_runs_on_no_architecture(interpret, monkeypatch):
+    monkeypatch.setattr(_launch, "INTERPRET", interpret)
+    monkeypatch.setattr(_launch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert _launch.cuda_arch(torch.device("cuda", 0)) == (0 if interpret else 90)
+
+
 def test_memory_that_is_shared_or_not_aligned_is_not_recognized():
     x, y, flat = aligned(4, 8), aligned(4, 8), aligned(40)
     recognize = _recognizer((x, y), None)

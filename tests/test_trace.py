@@ -294,6 +294,14 @@ def test_watched_variables_are_recorded_whenever_they_change(device):
         np.testing.assert_array_equal(value, 2 * x[row].cpu())
 
 
+@pytest.mark.parametrize("watch", [(), "offsets"], ids=["nothing", "a variable"])
+def test_a_grid_of_no_programs_touches_nothing(watch, device):
+    x, out = torch.ones(8, device=device), torch.zeros(8, device=device)
+    trace = tg.trace(_copy_kernel, (2, 0), x, out, 8, BLOCK=8, watch=watch)
+    assert trace.grid == (2, 0, 1) and not trace.accesses and not any(trace.watched.values())
+    assert not out.any()
+
+
 def test_watching_leaves_a_debugger_in_place(device):
     before = sys.gettrace()
     x = torch.zeros(8, device=device)

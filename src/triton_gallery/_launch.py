@@ -355,7 +355,7 @@ def cuda_arch(device: torch.device) -> int:
     if device.type == "meta":
         target = triton.runtime.driver.active.get_current_target()
         return target.arch if target.backend == "cuda" else 0
-    if device.type != "cuda" or torch.version.hip is not None:
+    if INTERPRET or device.type != "cuda" or torch.version.hip is not None:
         return 0
     major, minor = _capability(device)
     return 10 * major + minor

@@ -43,7 +43,7 @@ def operator(
     """
 
     def decorate(launcher: Callable) -> Callable:
-        name = launcher.__name__.removeprefix("_")
+        name, public_name = launcher.__name__.removeprefix("_"), _public_name(launcher)
         registered = torch.library.custom_op(f"triton_gallery::{name}", launcher, mutates_args=())
         registered.register_fake(fake)
         if flops:
@@ -57,7 +57,7 @@ def operator(
                 return overload(*args)
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             # A gradient that comes in is none of the tensors that the function has checked.
-            refuse_tangents(name, *tensors)
+            refuse_tangents(public_name, *tensors)
             # functionalize knows operators, and no class below.
             if _is_functionalized():
                 return overload(*args)
@@ -89,7 +89,7 @@ def _is_functionalized() -> bool:
 
 def _public_name(op: Callable) -> str:
     name = op.__name__.removeprefix("_").removesuffix("_bwd").removesuffix("_fwd")
-    return {"layer_norm": "layer_norm or rms_norm"}.get(name, name)
+    return {"layer_norm": "layer_norm or rms_norm", "matmul_and_pre": "matmul"}.get(name, name)
 
 
 def _transformed(op: Callable, rule: Callable) -> type:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 from itertools import combinations
+from math import copysign
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType
 from typing import TypeVar
 
@@ -144,11 +145,19 @@ def _kind(args: Iterable, addresses: list[int], tf32: bool = False) -> tuple | N
         elif kind is Varying:
             key.append(kind)
         else:
-            key += kind, tuple(arg) if kind is list else arg
+            key += _sort(arg), tuple(arg) if kind is list else arg
     # Tells x, x from x, y: whoever records sees no more than addresses.
     if len(set(addresses)) < len(addresses):
         key += map(addresses.index, addresses)
     return tuple(key)
+
+
+def _sort(value: object) -> object:
+    """What tells values apart that are equal: -0.0 and 0.0, True and 1, also in a tuple or a list."""
+    kind = type(value)
+    if isinstance(value, float):
+        return kind, copysign(1, value)
+    return (kind, *map(_sort, value)) if isinstance(value, tuple | list) else kind
 
 
 _caches: list[tuple[dict, dict]] = []
@@ -303,7 +312,7 @@ def _recognizer(values: tuple, varying: int | None, tf32: bool = False) -> Calla
         return None
     text = _Text(
         check=check, forward_ad=forward_ad, n_dispatch_modes=torch._C._len_torch_dispatch_stack, is_int64=_is_int64,
-        is_grad_enabled=torch.is_grad_enabled, is_deterministic=torch._C._get_deterministic_algorithms,
+        sort=_sort, is_grad_enabled=torch.is_grad_enabled, is_deterministic=torch._C._get_deterministic_algorithms,
         allows_tf32=allows_tf32, autocast_dtype=autocast_dtype,
     )  # fmt: skip
     text.add(
@@ -312,7 +321,10 @@ def _recognizer(values: tuple, varying: int | None, tf32: bool = False) -> Calla
     )
     for i, other in others:
         c = text.name(other)
-        text.add(f"if v{i} is not {c} and (type(v{i}) is not type({c}) or v{i} != {c}): return None")
+        # Only a tuple and a zero have an equal of their type that is another value.
+        twofold = isinstance(other, tuple) or (isinstance(other, float) and other == 0)
+        differs = f"sort(v{i}) != {text.name(_sort(other))}" if twofold else f"type(v{i}) is not type({c})"
+        text.add(f"if v{i} is not {c} and ({differs} or v{i} != {c}): return None")
     text.add(*(f"if v{i} is not v{j}: return None" for i, j in twice))
     text.add("try:")
     for i in once:

@@ -360,7 +360,11 @@ def _pack(
     keep_asm: bool = True,
     op: str = "inspect",
 ) -> bytes:
-    """The request to the child: (function, args, kwargs, backward) of each call, the targets, and torch's settings."""
+    """The request to the child: (function, args, kwargs, backward) of each call, the targets, and torch's settings.
+
+    With them go the versions of the functions' files, for the cache of `_compile`: a pickle has no more than names.
+    """
+    versions = []
     for target in targets:
         if _parse(target) is None:
             rule = "targets must be names" if op == "inspect" else "target must be a name"
@@ -375,16 +379,26 @@ def _pack(
         named = function
         while isinstance(named, functools.partial):
             named = named.func
-        name = f"{getattr(named, '__module__', type(named).__module__)}.{_name(named)}"
+        module = getattr(named, "__module__", type(named).__module__)
+        versions.append(_version(module))
+        name = f"{module}.{_name(named)}"
         if name.startswith("__main__.") or "<" in name:
             raise TypeError(f"{op}: function must be importable in another process, got {name}; move it to a module")
     settings = allows_tf32(), torch.are_deterministic_algorithms_enabled()
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer).dump((calls, targets, keep_asm, settings))
+        _Pickler(buffer).dump((calls, targets, keep_asm, settings, versions))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(f"{op}: function and arguments must travel to another process: {error}") from error
     return buffer.getvalue()
+
+
+def _version(module: str) -> tuple[str, int] | None:
+    """The file of a module and when it changed; None where it has none, or is installed and stays as it is."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or "site-packages" in file or not os.path.exists(file):
+        return None
+    return file, os.stat(file).st_mtime_ns
 
 
 @functools.cache
@@ -450,7 +464,7 @@ def _serve() -> None:
     # Compilers print to stdout, so the answer gets a descriptor of its own and everything else goes to stderr.
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
-        calls, targets, keep_asm, (tf32, is_deterministic) = _Unpickler(sys.stdin.buffer).load()
+        calls, targets, keep_asm, (tf32, is_deterministic), _ = _Unpickler(sys.stdin.buffer).load()
         torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
         torch.use_deterministic_algorithms(is_deterministic)
         _keep_ptxas_log()

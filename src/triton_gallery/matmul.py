@@ -646,7 +646,8 @@ def matmul(
         TypeError: an argument is no tensor, its dtype is not supported or does not match, or it is float8 and requires
             a gradient.
         ValueError: shapes do not match, the devices differ or cannot run a kernel, activation or precision is none of
-            the names above, or the dtype is float8_e4m3fn on an NVIDIA GPU before compute capability 8.9.
+            the names above, the dtype is float8_e4m3fn on an NVIDIA GPU before compute capability 8.9, or M, N or K is
+            within 2**14 below 2**31, where blocks are miscounted.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
@@ -713,12 +714,15 @@ def _checked_operands(
     if bias is not None:
         check_tensor("matmul", "bias", bias)
     check_same_device("matmul", a=a, b=b, bias=bias)
+    given = a.dtype, b.dtype
     if a.dtype not in _FLOAT8:
         a, b, bias = autocast(a, b, bias)
     if a.dtype != b.dtype and not (a.dtype in _FLOAT8 and b.dtype in _FLOAT8):
-        raise TypeError(
-            f"matmul: b must have a's dtype, {_name(a.dtype)}, got {_name(b.dtype)}; convert one with .to()"
+        expected, got = (
+            _name(x.dtype) + ("" if x.dtype == before else " after autocast")
+            for x, before in zip((a, b), given, strict=True)
         )
+        raise TypeError(f"matmul: b must have a's dtype, {expected}, got {got}; convert one with .to()")
     if a.dtype in _FLOAT8 and torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         raise TypeError(
             f"matmul: a and b must not require a gradient in {_name(a.dtype)}; convert them to a wider dtype"
