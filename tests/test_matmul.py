@@ -260,7 +260,7 @@ def test_configs_are_few():
 @pytest.mark.parametrize("N", [16, 64, 128, 256, 512, 1024, 1536, 4096, 6144, 11008, 14336, 32000])
 @pytest.mark.parametrize("along_k", [False, True])
 def test_plans_on_hopper_are_few(along_k, N, K):
-    """Whatever the number of rows, ten compilations of all kernels together."""
+    """Whatever the number of rows, nine compilations of all kernels together."""
     meta = torch.device("meta")
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     compiled = {"pointer": set(), "specialized": set(), "parts": set()}
@@ -271,8 +271,8 @@ def test_plans_on_hopper_are_few(along_k, N, K):
         else:
             n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
-    assert len(compiled["pointer"]) <= 5 and len(compiled["specialized"]) <= 4 and len(compiled["parts"]) <= 3
-    assert sum(map(len, compiled.values())) <= 10
+    assert len(compiled["pointer"]) <= 4 and len(compiled["specialized"]) <= 5 and len(compiled["parts"]) <= 4
+    assert sum(map(len, compiled.values())) <= 9
 
 
 @pytest.mark.parametrize("K", [1, 17, 130, 2000, 4097, 8200, 16400])
@@ -295,7 +295,7 @@ def test_row_counts_share_compilations():
     outcomes = tg.codegen._compile(tg.codegen._pack(calls, ("sm_90",)))
     compiled = {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}
     names = [name for name, _ in compiled]
-    assert len(row_counts) == 32 and set(map(names.count, names)) <= {1, 2, 3}
+    assert len(row_counts) == 32 and set(map(names.count, names)) <= {1, 2, 3, 4}
 
 
 @pytest.mark.gpu
@@ -947,10 +947,12 @@ def random_product(M, N, K, layout):
 
 
 @pytest.fixture
-def specialized():
+def specialized(monkeypatch):
     module = hopper.load("matmul_specialized") if is_hopper(DEVICE) else None
     if module is None:
         pytest.skip("needs a Hopper GPU")
+    # Without its memory, as tests change what it depends on.
+    monkeypatch.setattr(module, "_config", module._config.__wrapped__)
     return module
 
 
@@ -985,6 +987,15 @@ def test_every_tile_stores_rows_that_tma_cannot_address(specialized, layout, mon
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("shape", [(1, 272, 14096), (2, 1152, 5968), (16, 16, 8208), (40, 17, 4112), (505, 48, 9008)])
+def test_thin_product_with_a_long_k(shape, layout):
+    a, b, bias = random_product(*shape, layout)
+    assert_matches_torch(a, b, bias, "gelu")
+    assert_gradients_match_torch(a, b, bias, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout, monkeypatch):
     a, b, bias = random_product(300, 265, 9000, layout)
     wide = [x.double() for x in (a, b, bias)]
@@ -1010,7 +1021,7 @@ def force_sharing(specialized, monkeypatch):
     def force(tile, n_sharing, by_rows):
         monkeypatch.setattr(specialized, "_TILES", (tile, tile))
         monkeypatch.setattr(specialized, "_MAX_SHARING", 1 if by_rows else n_sharing)
-        monkeypatch.setattr(specialized, "_ALONE", dict.fromkeys((256, 128), 1e6 if by_rows else 1e-6))
+        monkeypatch.setattr(specialized, "_ALONE_PER_US", 1e12 if by_rows else 1)
         monkeypatch.setattr(specialized, "_SHARING_US", -1e6)
 
     return force
@@ -1120,8 +1131,7 @@ def test_large_matmul_grad(activation, dtype):
 def test_tma_kernel_is_chosen_where_it_can_run():
     def supports(a, b):
         _, batch = batch_of(a, b)
-        out = torch.empty(a.shape[-2], b.shape[-1], dtype=torch.bfloat16, device="meta")
-        return hopper.load("matmul").supports(a, b, out, batch)
+        return hopper.load("matmul").supports(a, b, batch)
 
     def empty(*shape, dtype=torch.float16):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -1130,12 +1140,14 @@ def test_tma_kernel_is_chosen_where_it_can_run():
     assert supports(a, b) and supports(a.t(), b) and supports(a, b.t())
     assert supports(a.expand(3, 2048, 2048), empty(3, 2048, 2048))
     assert supports(empty(2, 3, 2048, 2048), empty(2, 3, 2048, 2048))
-    assert not supports(a[:, 1:2001], b[:2000, :]) and not supports(a, b[:, :2001])
+    assert not supports(a[:, 1:2001], b[:2000, :]) and not supports(a, b[:, 1:2001])
     assert not supports(empty(2048, 4096)[:, ::2], b)
     assert not supports(a[:1].expand(2048, 2048), b)
     assert not supports(empty(2, 3, 2048, 2048), empty(3, 2, 2048, 2048).transpose(0, 1))
     assert not supports(empty(2048, 2048, dtype=torch.float32), empty(2048, 2048, dtype=torch.float32))
-    assert not supports(a[:16], b) and not supports(a, b[:, :48])
+    has_tiles = hopper.load("matmul").has_tiles
+    assert supports(a[:16], b) and not has_tiles(empty(16, 2048)) and not has_tiles(empty(2048, 48))
+    assert has_tiles(empty(64, 72)) and not has_tiles(empty(64, 68)) and has_tiles(empty(64, 68, dtype=torch.float32))
     a, b = empty(2048, 2048, dtype=torch.float8_e4m3fn), empty(2048, 2048, dtype=torch.float8_e4m3fn)
     assert supports(a, b.t()) and not supports(a, b) and not supports(a.t(), b.t())
 

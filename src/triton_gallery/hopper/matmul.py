@@ -92,8 +92,8 @@ def can_address(x: torch.Tensor, batch_stride: int) -> bool:
     )
 
 
-def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) -> bool:
-    """Whether the kernel can take these matrices.
+def supports(a: torch.Tensor, b: torch.Tensor, batch: tuple) -> bool:
+    """Whether TMA can bring these matrices to the matrix unit.
 
     `batch` is what `collapse` gives for the batch dimensions: their sizes, then the strides of a and of b.
     """
@@ -101,21 +101,18 @@ def supports(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, batch: tuple) 
     if len(sizes) > 1:
         return False
     a_stride, b_stride = (stride[0] if sizes[0] > 1 else 0 for stride in strides)
-    M, N = out.shape[-2:]
     if a.dtype in FLOAT8:
         # The matrix unit reads float8 only along K.
         fits = not is_transposed(a) and is_transposed(b)
     else:
         fits = a.dtype in (torch.float16, torch.bfloat16)
-    return (
-        fits
-        # A tile has 64 rows and columns, or more; and TMA does not know matrices without any element.
-        and min(M, N) >= 64
-        and a.shape[-1] > 0
-        and can_address(a, a_stride)
-        and can_address(b, b_stride)
-        and N * out.element_size() % 16 == 0
-    )
+    # TMA does not know matrices without any element.
+    return fits and a.shape[-1] > 0 and can_address(a, a_stride) and can_address(b, b_stride)
+
+
+def has_tiles(out: torch.Tensor) -> bool:
+    """Whether this module's kernel can write to out: in tiles of 64 rows and columns or more, by TMA."""
+    return min(out.shape[-2:]) >= 64 and out.shape[-1] * out.element_size() % 16 == 0
 
 
 # Rows and columns of a tile, its warps and stages, and the share of the first tile's rate that it reaches: smaller
@@ -160,7 +157,7 @@ def multiply(
     reduced: bool,
     batch: tuple,
 ) -> None:
-    """Write the product of matrices that `supports` accepts to out, and the values before the activation to pre."""
+    """Write the product to out, and the values before the activation to pre, if `supports` and `has_tiles` say yes."""
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     M, N, K = *out.shape[-2:], a.shape[-1]
     partial_sums = a.dtype in FLOAT8 and not reduced

@@ -2,9 +2,9 @@
 
 Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
-- Large products go to the kernel that works with TMA and specialized warps. The pointer kernel takes those with up to
-  64 rows or columns (of those with a K of up to 256, with fewer than 128), those whose tiles run all at once, unless
-  parts of a long K save more than they cost, and of those with a K of up to 256 all but the largest.
+- Large products, and those of few tiles with a long K, go to the kernel that works with TMA and specialized warps. The
+  pointer kernel takes the others: products whose tiles run all at once, thin ones, and of those with a K of up to 256
+  all but the largest.
 - Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
   tile in float32, and a second kernel adds up the parts, always in the same order.
 - TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
@@ -27,10 +27,12 @@ from ..matmul import _activate, launch_tiles, loads_are_wide
 from . import load
 from .matmul import FLOAT8, can_address, is_transposed
 
-_BYTES_PER_US = 4e6  # of the whole GPU
+_BYTES_PER_US = 4.6e6  # of the whole GPU
 _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64; of 64 × 32 the same is reckoned
-_SUM_US = 1.5  # to start a second kernel
+_SUM_US = 0.7  # to start a second kernel
+_PART_US = 0.06  # for each part that it adds
+_PARTS_BYTES_PER_US = 3.4e6  # written and read
 _MAX_PARTS = 32
 _PART_K = 768  # what a part of K has at least
 _COPY_ROWS = 1536  # so many rows of a make up for a copy of b
@@ -171,11 +173,9 @@ def _equal_parts(K: int, n_tiles: int, device: torch.device) -> list[int]:
     return [n for n in possible_parts(K, n_tiles, device) if n == 1 or K % (16 * n) == 0]
 
 
-def time_us(n_tiles: int, tile_us: float, n_parts: int, n_out: int, device: torch.device, least_us: float = 0) -> float:
-    """About how long a product takes: rounds of tiles, or what memory needs, and the sum of the parts."""
-    rounds = cdiv(n_tiles * n_parts, num_multiprocessors(device))
-    sum_us = 0 if n_parts == 1 else _SUM_US + 8 * n_parts * n_out / _BYTES_PER_US
-    return max(rounds * tile_us / n_parts, least_us) + sum_us
+def sum_us(n_parts: int, n_out: int) -> float:
+    """How long it takes to write and add up parts of so many numbers."""
+    return 0 if n_parts == 1 else _SUM_US + n_parts * (_PART_US + 8 * n_out / _PARTS_BYTES_PER_US)
 
 
 def _pointer_config(
@@ -193,8 +193,12 @@ def _pointer_config(
             # Of whole tiles, so that not every number of rows decides anew.
             rows, cols = cdiv(M, block_m) * block_m, cdiv(N, block_n) * block_n
             least_us = memory_us(rows, cols, K, itemsize)
-            parts = _equal_parts(K, tiles, device)
-            n_parts = min(parts, key=lambda n: time_us(tiles, tile_us, n, rows * cols, device, least_us))
+
+            def time(n):
+                rounds = cdiv(tiles * n, n_processors)
+                return max(rounds * tile_us / n, least_us) + sum_us(n, rows * cols)
+
+            n_parts = min(_equal_parts(K, tiles, device), key=time)
         k = K // n_parts
         # The matrix unit takes 32 bytes of each row at a time.
         block_k = max(32 // itemsize, min(step_bytes // itemsize, next_power_of_2(k)))
@@ -247,27 +251,27 @@ def _fits_in_small_tiles(M: int, N: int, K: int, n_matrices: int, itemsize: int,
     return K * itemsize <= 1024 and n_rows * cdiv(N, 128) > n_processors and n_rows * cdiv(N, 64) <= 2 * n_processors
 
 
-def _parts_pay(M: int, N: int, K: int, itemsize: int, device: torch.device) -> bool:
-    """Whether a long K is quicker in the parts of the specialized kernel, which begin anywhere, than in equal ones."""
-    n_equal = max(_equal_parts(K, cdiv(M, 64) * cdiv(N, 64), device))
-    n_parts = max(possible_parts(K, cdiv(M, 64) * cdiv(N, 128), device))
-    whole_us, least_us = 64 * 64 * K * itemsize / 2 / _SMALL_PER_US, memory_us(M, N, K, itemsize)
-    # A second kernel costs 2.5 µs, and the start of TMA and of specialized warps three more.
-    equal_us = max(whole_us / n_equal, least_us) + (2.5 if n_equal > 1 else 0)
-    return max(whole_us / n_parts, least_us) + 5.5 < equal_us
-
-
 def _is_large(M: int, N: int, K: int, n_matrices: int, itemsize: int, device: torch.device) -> bool:
     """Whether TMA and specialized warps, which take longer to start, are worth it."""
     n_processors = num_multiprocessors(device)
-    n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
     if K <= 256:
         # The start is most of the time. Tiles that are soon done have to be many.
+        n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
         return min(M, N) >= 128 and n_tiles > 2 * n_processors and n_tiles * K > 360 * n_processors
+    if n_matrices == 1:
+        # Where few programs take many steps along K, TMA has more of them on their way; and its parts may begin anywhere,
+        # so that every K has some.
+        n_strips = cdiv(max(M, N), 32)
+        if min(M, N) > 64:
+            is_long = K * itemsize >= 6500
+        elif min(M, N) > 16:
+            is_long = K * itemsize >= 4000 and n_strips <= n_processors
+        else:
+            is_long = K * itemsize >= 8000 and 2 * n_strips <= n_processors
+        if is_long:
+            return True
     if min(M, N) <= 64:
         return False
-    if n_matrices == 1 and _parts_pay(M, N, K, itemsize, device):
-        return True
     # Otherwise the pointer kernel is the quicker one as long as it can compute all its tiles at once.
     if itemsize == 2 and _fits_in_small_tiles(M, N, K, n_matrices, itemsize, device):
         return False
@@ -328,8 +332,8 @@ def multiply(
     n_matrices = out.numel() // (M * N)
     tma, specialized = load("matmul"), load("matmul_specialized")
     wide = loads_are_wide(a) and loads_are_wide(b)
-    if tma.supports(a, b, out, batch):
-        if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or not wide:
+    if tma.supports(a, b, batch) and (specialized or tma.has_tiles(out)):
+        if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or (not wide and min(M, N) >= 64):
             if specialized and n_matrices == 1 and a.dtype not in FLOAT8 and M >= _COPY_ROWS:
                 b = _aligned(b, SECTOR)
             (specialized or tma).multiply(a, b, bias, out, pre, activation, reduced, batch)

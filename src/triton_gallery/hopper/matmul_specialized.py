@@ -12,6 +12,8 @@ have a program that waits, there is room for all others, in whatever order they 
 could fill a GPU with programs that wait, if it started later programs before earlier ones, which GPUs do not.)
 """
 
+import functools
+
 import torch
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -33,9 +35,10 @@ from ._gluon import (
 )
 from .exchange import EMPTY, mailboxes
 from .matmul import FLOAT8, is_transposed, matrices
-from .matmul_plan import _SUM_US, SECTOR, memory_us, possible_parts, row_bytes, sum_parts, time_us
+from .matmul_plan import SECTOR, memory_us, possible_parts, row_bytes, sum_parts, sum_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
+STEP_BYTES = 128  # of each row in a step along K: what TMA copies at most
 
 
 def _inverse(d: int) -> int:
@@ -520,29 +523,26 @@ def _matmul_parts_kernel(
     )  # fmt: skip
 
 
-# Consumers, columns of a tile, stages, and the share of the first tile's rate that it reaches. Of one number of columns
-# of b, all numbers of rows make no more than four compiled kernels.
+# Consumers, columns of a tile, stages, and how many 16-bit multiplications a multiprocessor does in a microsecond. Of
+# all rates, these and those below put the measured times of 20 plans for each of 500 products into the best order.
 _TILES = (
-    (2, 256, 4, 1.0),
-    (3, 128, 5, 0.95),
-    (2, 128, 6, 0.9),
-    (1, 128, 8, 0.69),
+    (2, 256, 4, 3.66e6),
+    (3, 128, 5, 3.42e6),
+    (2, 128, 6, 3.27e6),
+    (1, 128, 8, 2.6e6),
+    (1, 64, 8, 1.84e6),
 )
-# The same for parts of a product, which leave in float32, straight from the registers.
-_PART_TILES = (
-    (2, 256, 4, 1.0),
-    (2, 128, 6, 0.93),
-    (1, 128, 8, 0.78),
-)
-_PER_US = 3e6  # 16-bit multiplications of one multiprocessor with the first tile
-_ALONE = {256: 0.72, 128: 0.57}  # the same share for one consumer's rows of a tile while the others rest, by columns
+_PART_TILES = [tile for tile in _TILES if tile[0] < 3]  # of parts of K; three consumers were of little use there
+_ALONE_PER_US = 2.25e6  # those of one consumer while the others rest
+_L2_BYTES_PER_US = 13e6
 _MAX_SHARING = 4  # programs that may divide K
-_SHARING_US = 2.5  # what each of them costs, to hand on its sums
+_SHARING_US = 6  # what it costs them to hand on their sums
 # Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
-# more it copies for each multiplication: those of 128 columns lose this much more.
+# more it copies for each multiplication: those of up to 128 columns lose this much more.
 _SPLIT_SECTORS = 0.85
 
 
+@functools.lru_cache(4096)
 def _config(
     M: int,
     N: int,
@@ -555,7 +555,7 @@ def _config(
 ) -> tuple[int, int, bool, dict[str, int]]:
     """The quickest: parts of K, sharing programs, whether by rows, and the tile."""
     n_places = num_multiprocessors(device)
-    least_us = memory_us(M, N, K, itemsize) if n_matrices == 1 else 0
+    all_memory_us = n_matrices * memory_us(M, N, K, itemsize)
 
     def n_tiles(tile):
         n_consumers, block_n = tile[:2]
@@ -563,18 +563,25 @@ def _config(
 
     def time(choice):
         tile, n_parts, n_sharing, by_rows = choice
-        n_consumers, block_n, *_, rate = tile
-        if block_n == 128 and not whole_sectors:
+        n_consumers, block_n, _, rate = tile
+        if block_n <= 128 and not whole_sectors:
             rate *= _SPLIT_SECTORS
-        consumer_us = BLOCK_M * block_n * K * itemsize / 2 / _PER_US
-        tile_us = n_consumers * consumer_us / rate
+        part_k = cdiv(K * itemsize, n_parts * STEP_BYTES) * STEP_BYTES / 2
+        tile_us = n_consumers * BLOCK_M * block_n * part_k / rate
         n_rounds = n_tiles(tile) // n_places
+        after_us = 0
         if by_rows:
-            return max(n_rounds * tile_us + consumer_us / _ALONE[block_n], least_us)
-        if n_sharing > 1:
-            # The mailboxes are emptied by a kernel of their own.
-            return max((n_rounds + 1 / n_sharing) * tile_us, least_us) + n_sharing * _SHARING_US + _SUM_US
-        return time_us(n_tiles(tile), tile_us, n_parts, M * N, device, least_us)
+            busy_us = n_rounds * tile_us + BLOCK_M * block_n * part_k / _ALONE_PER_US
+        elif n_sharing > 1:
+            busy_us = (n_rounds + 1 / n_sharing) * tile_us
+            after_us = _SHARING_US
+        else:
+            busy_us = cdiv(n_tiles(tile) * n_parts, n_places) * tile_us
+            after_us = sum_us(n_parts, M * N)
+        # What lies outside of a matrix is not read.
+        tile_bytes = (min(n_consumers * BLOCK_M, M) + min(block_n, N)) * K * itemsize
+        l2_us = n_tiles(tile) * tile_bytes / _L2_BYTES_PER_US
+        return max(busy_us, l2_us, all_memory_us) + after_us
 
     def possible_sharing(tile):
         """Numbers of programs that may share a tile of the last round, and whether they divide its rows or K."""
@@ -587,7 +594,7 @@ def _config(
             yield n_consumers, True
         if n_consumers > 1 and n_matrices == 1:
             # Eight steps for each on average, so that none is without any.
-            for n_sharing in range(2, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * 128)) + 1):
+            for n_sharing in range(2, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * STEP_BYTES)) + 1):
                 yield n_sharing, False
 
     # A second accumulator leaves no registers for 256 columns.
@@ -624,14 +631,14 @@ def multiply(
     n_parts, n_sharing, by_rows, config = _config(
         M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device
     )
-    block_k, block_n = 128 // a.element_size(), config["BLOCK_N"]
+    block_k, block_n = STEP_BYTES // a.element_size(), config["BLOCK_N"]
     tiles_m, tiles_n = cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]), cdiv(N, block_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
     descriptors = (
         descriptor(matrices(a, n_matrices, a_stride), [1, block_k, BLOCK_M] if a_transposed else [1, BLOCK_M, block_k]),
         descriptor(matrices(b, n_matrices, b_stride), [1, block_n, block_k] if b_transposed else [1, block_k, block_n]),
     )
-    config |= dict(
+    config = config | dict(
         BLOCK_M=BLOCK_M, BLOCK_K=block_k, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
         PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
     )  # fmt: skip
