@@ -188,6 +188,17 @@ def test_run_refuses_a_record_of_an_unknown_commit_before_it_measures(fake_gpu, 
         benchmark.perf_report(make_benchmark(), title="Softmax")(lambda **sizes: pytest.fail("measured")).run()
 
 
+def test_run_refuses_a_folder_that_cannot_be_written_to_before_it_measures(fake_gpu, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_GALLERY_RECORDS", str(tmp_path / "file"))
+
+    def bench(M, N, provider):
+        pytest.fail("measured")
+
+    with pytest.raises(OSError, match=r"softmax-fp16: TRITON_GALLERY_RECORDS must name a folder .* directory: '.*file"):
+        benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA is full\nsecond line"), RuntimeError("CUDA is full")])
 def test_run_leaves_out_a_peer_that_fails_and_says_why(error, fake_gpu):
     def bench(M, N, provider):
@@ -328,6 +339,14 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({}, {"rounds": 1.5}, ValueError, "rounds must be an int of at least 1, got 1.5"),
         ({}, {"limit": ["copy"]}, ValueError, "limit must be one of None, copy, got ['copy']"),
         ({"plot_name": None}, {}, TypeError, "plot_name must be a str, got NoneType"),
+        ({"plot_name": "../mine"}, {}, ValueError, "plot_name must name a file, without folders, got '../mine'"),
+        ({"plot_name": ".."}, {}, ValueError, "plot_name must name a file, without folders, got '..'"),
+        ({"plot_name": "/mine"}, {}, ValueError, "plot_name must name a file, without folders, got '/mine'"),
+        ({"plot_name": ""}, {}, ValueError, "plot_name must name a file, without folders, got ''"),
+        ({"line_names": [_report.OURS, "limit"]}, {}, ValueError, "line_names must hold none of peers, limit, copy"),
+        ({"line_names": [_report.OURS, _report.COPY]}, {}, ValueError, "none of peers, limit, copy of as many bytes"),
+        ({"x_vals": (n for n in [256])}, {}, TypeError, "x_vals must be a list, got generator"),
+        ({"x_vals": 256}, {}, TypeError, "x_vals must be a list, got int"),
         ({"line_names": None}, {}, TypeError, "line_names and line_vals must be lists"),
     ],
 )
@@ -347,9 +366,22 @@ def test_perf_report_refuses_a_list_of_benchmarks():
         benchmark.perf_report([make_benchmark()], title="Softmax")
 
 
-def test_measure_refuses_a_tensor_in_place_of_a_list():
-    with pytest.raises(TypeError, match="grad_to_none must be a list of tensors, got a tensor"):
-        benchmark.measure(print, grad_to_none=torch.zeros(2))
+@pytest.mark.parametrize("tensors", [torch.zeros(2), 3], ids=["tensor", "number"])
+def test_measure_refuses_what_is_no_list_of_tensors(tensors):
+    with pytest.raises(TypeError, match=f"grad_to_none must be a list of tensors, got {type(tensors).__name__}"):
+        benchmark.measure(print, grad_to_none=tensors)
+
+
+def test_measure_refuses_what_cannot_be_called():
+    with pytest.raises(TypeError, match="measure: fn must be callable, got float"):
+        benchmark.measure(1.0)
+
+
+def test_limit_refuses():
+    with pytest.raises(TypeError, match="limit: kind must be a str, got list"):
+        benchmark.limit(["copy"])
+    with pytest.raises(ValueError, match=r"limit: kind must be one of copy, matmul-fp16, .*, got 'matmul'"):
+        benchmark.limit("matmul")
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -383,6 +415,8 @@ def test_run_without_gpu_and_record_says_so_in_place_of_figures(records, monkeyp
     (text,) = plt.gca().texts
     assert text.get_text().replace("\n", " ") == words
     plt.close("all")
+    with pytest.raises(ValueError, match=f"softmax-fp64: {words}"):
+        report.series("triton_gallery")
 
 
 def test_run_without_a_gpu_refuses_to_write_records(records, monkeypatch):
@@ -707,12 +741,22 @@ def test_roofline_of_a_live_report_has_the_limits_of_this_run(fake_gpu):
     [
         ({}, {}, "points must have a positive intensity and rate"),
         ({"a": (1.0, 0.0)}, {}, "points must have a positive intensity and rate"),
+        ({"a": (math.nan, 1.0)}, {}, "points must have a positive intensity and rate, got {'a': (nan, 1.0)}"),
+        ({"a": 1.0}, {}, "points must have a positive intensity and rate, got {'a': 1.0}"),
+        ({"a": (1.0, 1.0)}, {"peak": ["copy"]}, "peak must be one of matmul-fp16, matmul-bf16, matmul-fp8, got ["),
         ({"a": (1.0, 1.0)}, {"peak": "copy"}, "peak must be one of matmul-fp16, matmul-bf16, matmul-fp8, got 'copy'"),
     ],
 )
 def test_roofline_refuses(points, options, message, records):
     with pytest.raises(ValueError, match=re.escape(message)):
         benchmark.roofline(benchmark.load("softmax-fp16"), points, **options)
+
+
+def test_roofline_refuses_other_types(records):
+    with pytest.raises(TypeError, match="roofline: report must be a Report, such as load gives, got str"):
+        benchmark.roofline("softmax-fp16", {"a": (1.0, 1.0)})
+    with pytest.raises(TypeError, match="roofline: points must be a dict, got list"):
+        benchmark.roofline(benchmark.load("softmax-fp16"), [(1.0, 1.0)])
 
 
 def test_roofline_takes_the_fastest_copy_of_that_gpu(records):
@@ -768,6 +812,22 @@ def test_frame(records):
     frame = benchmark.load("softmax-fp16").frame()
     assert list(frame.columns) == list(RATES) and frame.index.name == "row length N"
     assert frame.loc[1024, "torch"] == 1600 and frame.isna().sum().sum() == 1
+
+
+def test_figures_and_frames_name_the_extra_that_installs_what_they_need(records, monkeypatch):
+    commit_limits(records)
+    report = benchmark.load("softmax-fp16")
+    for name in ("matplotlib.pyplot", "matplotlib", "pandas"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("matplotlib", "pandas"):
+        monkeypatch.setitem(sys.modules, name, None)
+    hint = re.escape('is not installed; pip install "triton-gallery[examples]" installs it')
+    for draw in (report.plot, lambda: benchmark.roofline(report, {"a": (1.0, 1.0)})):
+        with pytest.raises(ModuleNotFoundError, match=rf"matplotlib\S* {hint}"):
+            draw()
+    with pytest.raises(ModuleNotFoundError, match=f"pandas {hint}"):
+        report.frame()
+    assert "2.71×" in report.summary() and "<table>" in report._repr_html_()
 
 
 def test_summary_tells_losses_too(records):

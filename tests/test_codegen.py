@@ -160,8 +160,12 @@ def test_source_by_stage():
     assert "tt.load" in report.source(kind="ttir") and "#ttg.blocked" in report.source(kind="ttgir")
     with pytest.raises(ValueError, match="no kernel _sub_kernel for sm_90; the report has _add_kernel for sm_80"):
         report.source("_sub_kernel")
-    with pytest.raises(ValueError, match="kind must be one of ttir, ttgir, llir, ptx or sass, got amdgcn"):
+    with pytest.raises(ValueError, match="kind must be one of ttir, ttgir, llir, ptx, sass, got 'amdgcn'"):
         report.source(kind="amdgcn")
+    with pytest.raises(ValueError, match="kind must be one of ttir, ttgir, llir, amdgcn, got 'sass'"):
+        report.source(target="gfx942", kind="sass")
+    with pytest.raises(ValueError, match=r"llir, ptx, sass, got \['ptx'\]"):
+        report.source(kind=["ptx"])
 
 
 def test_matrix_instructions_by_family():
@@ -386,7 +390,7 @@ def test_without_ptxas_the_ptx_is_still_read(tmp_path):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     child = subprocess.run([sys.executable, "-c", program], input=request, env=env, stdout=subprocess.PIPE, check=True)
-    ((*outcomes,),) = pickle.loads(child.stdout)
+    ((*outcomes,),) = pickle.loads(child.stdout.partition(codegen._ANSWER)[2])
     for (kernel,) in outcomes:
         assert kernel.load_bits == 128 and kernel.registers is None and kernel.spills is None
 
@@ -444,6 +448,17 @@ def test_inspect_finds_modules_of_the_current_folder(tmp_path):
     code += "; print(triton_gallery.codegen.inspect(mine.twice, x, targets=['sm_80']).kernels[0].name)"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout.strip() == "_add_kernel", result.stderr
+
+
+def test_what_the_child_prints_is_no_answer(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('hello', flush=True)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert codegen.inspect(copy, empty(3, 5), targets="sm_80").kernels[0].name == "_copy_kernel"
+
+
+def test_entries_of_the_path_that_are_no_text_are_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert codegen.inspect(copy, empty(5, 3), targets="sm_80").kernels[0].name == "_copy_kernel"
 
 
 def test_a_module_that_changed_is_compiled_anew(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import gallery
 import inventories
 import preflight
+import publish
 import pytest
 import torch
 
@@ -417,6 +419,14 @@ def test_command_line_says_in_one_line_what_is_missing(tmp_path, monkeypatch):
         gallery.main()
 
 
+def test_command_line_says_in_one_line_what_cannot_be_read_or_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for arguments in ([str(tmp_path)], ["--all", str(tmp_path / "file")]):
+        monkeypatch.setattr(sys, "argv", ["gallery.py", *arguments])
+        with pytest.raises(SystemExit, match=rf"^\[Errno .*{arguments[-1]}'$"):
+            gallery.main()
+
+
 # --- in a small site --------------------------------------------------------------------------------------------------
 
 
@@ -714,6 +724,35 @@ def test_preflight_names_what_launches_lack(monkeypatch, tmp_path):
     monkeypatch.delenv("CC")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "needs a C compiler" in preflight.problem("site")
+
+
+@pytest.mark.parametrize(("arguments", "got"), [([], "nothing"), (["sites"], "sites"), (["gpu", "2"], "gpu 2")])
+def test_preflight_names_what_it_can_be_asked(arguments, got):
+    run = subprocess.run([sys.executable, preflight.__file__, *arguments], capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr == f"preflight: name one of python, site, serve, tests, gpu, got {got}\n"
+
+
+# --- publishing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [("{", "no list of versions: JSONDecodeError"), ("[1]", "no list of versions: TypeError"), (None, "[Errno")],
+    ids=["half", "list", "file"],
+)
+def test_publish_says_in_one_line_what_it_cannot_add_to(versions, message, tmp_path, monkeypatch):
+    site, dest = tmp_path / "html", tmp_path / "site"
+    site.mkdir()
+    (site / "index.html").touch()
+    if versions is None:
+        dest.touch()
+    else:
+        dest.mkdir()
+        (dest / "versions.json").write_text(versions)
+    monkeypatch.setattr(sys, "argv", ["publish.py", str(site), str(dest), "main"])
+    with pytest.raises(SystemExit, match=re.escape(message)) as exit:
+        publish.main()
+    assert str(dest) in exit.value.code and exit.value.code.startswith("publish: ") and "\n" not in exit.value.code
 
 
 # --- the glossary's terms ---------------------------------------------------------------------------------------------

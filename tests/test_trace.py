@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import warnings
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import triton_gallery as tg
+from triton_gallery._launch import launch_interpreted
 from triton_gallery.trace import Trace
 
 
@@ -65,6 +69,30 @@ def _descriptor_kernel(x_desc, out_desc, start):
 def _tuple_kernel(pair, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     tl.store(pair[1] + offsets, tl.load(pair[0] + offsets))
+
+
+@triton.jit
+def _doubled_kernel(pair, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(pair[1] + offsets, 2 * tl.load(pair[0] + offsets))
+
+
+@triton.jit
+def _named_kernel(pair, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(pair.out + offsets, 2 * tl.load(pair.x + offsets))
+
+
+@triton.jit
+def _cast_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr.to(tl.pointer_type(DTYPE)) + offsets)
+    tl.store(out_ptr.to(tl.pointer_type(DTYPE)) + offsets, x)
+
+
+@triton.jit
+def _max_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    tl.store(out_ptr, tl.max(tl.load(x_ptr + tl.arange(0, BLOCK)), axis=0))
 
 
 @triton.jit
@@ -244,6 +272,52 @@ def test_parts_of_a_tuple_have_names(device):
     trace = tg.trace(_tuple_kernel, (1,), (x, out), BLOCK=8)
     assert torch.equal(x, out) and list(trace.arguments) == ["pair[0]", "pair[1]"]
     assert trace.load_counts("pair[0]").all() and trace.store_counts("pair[1]").all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "pair"),
+    [(_doubled_kernel, lambda *parts: parts), (_named_kernel, namedtuple("Pair", "x out"))],
+    ids=["tuple", "namedtuple"],
+)
+def test_numbers_of_few_bits_are_right_in_a_tuple(kernel, pair, dtype, device):
+    x = torch.randn(8, device=device).to(dtype)
+    out = torch.zeros(8, device=device).to(dtype)
+    trace = tg.trace(kernel, (1,), pair(x, out), BLOCK=8)
+    assert torch.equal(out.float(), (2 * x.float()).to(dtype).float())
+    assert trace.bytes_stored("pair[1]") == out.nbytes
+
+
+def test_a_pointer_that_is_cast_keeps_the_size_of_its_elements(device):
+    x, out = torch.randn(8, device=device), torch.zeros(8, device=device)
+    trace = tg.trace(_cast_kernel, (1,), x, out, BLOCK=8, DTYPE=tl.int32)
+    assert torch.equal(x, out) and trace.bytes_loaded() == 32
+    rule = r"trace: a pointer to x_ptr \(torch.float32 in the interpreter\) must keep the size of its elements"
+    with pytest.raises(InterpreterError, match=f"{rule}, got one to int16"):
+        tg.trace(_cast_kernel, (1,), x, out, BLOCK=8, DTYPE=tl.int16)
+    with pytest.raises(InterpreterError, match=rule):
+        tg.trace(_cast_kernel, (1,), x.bfloat16(), out.bfloat16(), BLOCK=8, DTYPE=tl.int16)
+
+
+def test_a_launch_warns_of_no_nan(device):
+    x, out = torch.full((2, 8), torch.nan, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tg.trace(_max_kernel, (1,), x, out, BLOCK=8)
+    assert out[0].isnan()
+
+
+def test_a_launch_leaves_the_filters_of_other_threads():
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda: other.__enter__()  # as a thread may do while a kernel runs
+
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        other = warnings.catch_warnings()
+        launch_interpreted(Kernel(), (1,), (), {})
+        other.__exit__()
+        assert [module.pattern for _, _, _, module, _ in warnings.filters] == ["triton.runtime.interpreter"]
 
 
 def test_bfloat16_counts_two_bytes(device):

@@ -502,7 +502,7 @@ def main() -> None:
             sys.stdout.write(generate(args.page, keep_references=args.keep_references))
     except PageError as error:
         sys.exit(f"examples/{error}")
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
 
 

@@ -90,6 +90,9 @@ def numbers(version):
 
 
 if __name__ == "__main__":
+    kinds = ["python", *NEEDED]
+    if sys.argv[1:] not in [[kind] for kind in kinds]:
+        sys.exit(f"preflight: name one of {', '.join(kinds)}, got {' '.join(sys.argv[1:]) or 'nothing'}")
     message = problem(sys.argv[1])
     if message:
         sys.exit("triton-gallery: " + message)

@@ -43,7 +43,10 @@ def publish(site: Path, dest: Path, name: str) -> None:
     if 'class="version-banner draft"' in (site / "index.html").read_text(encoding="utf-8"):
         raise ValueError(f"{site} is a draft; make html builds what can be published")
     known = dest / "versions.json"
-    versions = json.loads(known.read_text(encoding="utf-8"))["versions"] if known.exists() else []
+    try:
+        versions = json.loads(known.read_text(encoding="utf-8"))["versions"] if known.exists() else []
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{known} holds no list of versions: {error!r}") from None
     # A folder that is not listed was left by a run that somebody stopped.
     if kind_of(name) == "tag" and any(version["name"] == name for version in versions):
         raise ValueError(f"{name} is published already, and a published tag never changes; publish a new one")
@@ -208,7 +211,7 @@ def main() -> None:
             return check_tag(args.check_tag, _package_version())
         name = args.version or name_of_checkout()
         publish(args.site, args.dest, name)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"publish: {error}")
     print(f"published {name} in {args.dest}: {(args.dest / 'index.html').resolve().as_uri()}")
 

@@ -301,13 +301,17 @@ def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -
         return widened[key][1].as_strided(x.shape, x.stride(), x.storage_offset())
 
     def convert(arg):
+        if isinstance(arg, tuple):
+            parts = map(convert, arg)
+            return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
         if isinstance(arg, TensorDescriptor):
             return TensorDescriptor(widen(arg.base), arg.shape, arg.strides, arg.block_shape, arg.padding)
         return widen(arg) if isinstance(arg, torch.Tensor) else arg
 
-    # NumPy, which computes here, warns of inf - inf, rows of NaN and the like; a GPU does not.
-    with interpreter_lock, np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+    # NumPy, which computes here, warns of inf - inf, rows of NaN and the like; a GPU does not. The filter stays:
+    # restoring filters would undo what other threads do to theirs meanwhile.
+    with interpreter_lock, np.errstate(all="ignore"):
+        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning, interpreter.__name__)
         kernel[grid](*map(convert, args), **meta)
     for memory, wide in widened.values():
         # Only what the kernel wrote goes back: writing an input, even with the same values, would trip autograd's

@@ -2,6 +2,7 @@
 
 import csv
 import html
+import importlib
 import io
 import itertools
 import json
@@ -12,9 +13,12 @@ import textwrap
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 OURS = "triton_gallery"
 COPY = "copy of as many bytes"
+# What a series may be named beside the providers, whose names these cannot be.
+RESERVED = ("peers", "limit", COPY)
 FIGURES = ("median", "p20", "p80")
 PROVENANCE = ("gpu", "driver", "cuda", "torch", "triton", "package", "commit", "date", "command", "inputs", "text")
 TEXT = ("kernels", "launch", "benchmark")
@@ -147,6 +151,8 @@ class Report:
 
         NaN everywhere if the record is outdated.
         """
+        if not self.record["rows"]:
+            raise ValueError(f"{self.record['benchmark']}: {self.status()[0]}")
         if name == "limit" and self.record["limit"]:
             return dict.fromkeys(self.xs, self.record["limit"]["value"])
         known = self.providers + ["peers"] + ["limit"] * bool(self.record["limit"])
@@ -220,8 +226,7 @@ class Report:
 
     def frame(self):
         """The medians as a pandas DataFrame: one row per x, one column per provider."""
-        import pandas as pd
-
+        pd = _import("pandas")
         index = pd.Index(self.xs, name=self.record["x"])
         return pd.DataFrame({name: pd.Series(self.series(name)) for name in self.providers}).reindex(index)
 
@@ -250,8 +255,7 @@ class Report:
             An object that pages and notebooks show below the figure, the data as files, and the command behind them;
             None if nothing was measured.
         """
-        import matplotlib.pyplot as plt
-
+        plt = _import("matplotlib.pyplot")
         r, xs = self.record, self.xs
         figure, ax = plt.subplots(figsize=(8, 4.8), facecolor="white", layout="constrained")
         if self.outdated:
@@ -325,8 +329,7 @@ class Report:
 
 def plot_roofline(title: str, points: dict[str, tuple[float, float]], bandwidth: dict, peak: dict) -> None:
     """Draw what `triton_gallery.benchmark.roofline` describes; the limits have a name and a value."""
-    import matplotlib.pyplot as plt
-
+    plt = _import("matplotlib.pyplot")
     figure, ax = plt.subplots(figsize=(8, 4.8), facecolor="white", layout="constrained")
     ridge = peak["value"] * 1000 / bandwidth["value"]
     intensities = [intensity for intensity, _ in points.values()]
@@ -366,6 +369,15 @@ class Data:
             for kind, (mime, text) in files.items()
         )
         return f"<p>{links} · made by <code>{e(r['command'])}</code> at commit {e(r['commit'])}</p>\n"
+
+
+def _import(name: str) -> ModuleType:
+    """A module that only figures and tables need, and that comes with an extra of the package."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        hint = 'pip install "triton-gallery[examples]" installs it'
+        raise ModuleNotFoundError(f"{error.name} is not installed; {hint}", name=error.name) from None
 
 
 def place(x: int | float | str) -> str:

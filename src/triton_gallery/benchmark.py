@@ -22,16 +22,17 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
 
-from ._report import COPY, FIGURES, OURS, PROVENANCE, Report, is_ours, is_study, plot_roofline, slug, validate
+from ._report import COPY, FIGURES, OURS, PROVENANCE, RESERVED, Report, is_ours, is_study, plot_roofline, slug, validate
 from ._source import function_digest, kernel_digests
 
 _COPY_LIMIT = "copy by torch"
@@ -76,7 +77,7 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
 
     Raises:
         RuntimeError: there is no GPU, or Triton's interpreter is on.
-        TypeError: `grad_to_none` is a tensor instead of a list of tensors.
+        TypeError: `fn` cannot be called, or `grad_to_none` is no list of tensors.
 
     Example:
         >>> import torch, triton_gallery as tg
@@ -84,8 +85,10 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
         >>> times = tg.benchmark.measure(lambda: tg.softmax(x, dim=-1))  # doctest: +SKIP
         >>> median, low, high = tg.benchmark.gbps(2 * x.nbytes, times)  # read once and written once # doctest: +SKIP
     """
-    if isinstance(grad_to_none, torch.Tensor):
-        raise TypeError("measure: grad_to_none must be a list of tensors, got a tensor")
+    if not callable(fn):
+        raise TypeError(f"measure: fn must be callable, got {type(fn).__name__}")
+    if isinstance(grad_to_none, torch.Tensor) or not isinstance(grad_to_none, Iterable | None):
+        raise TypeError(f"measure: grad_to_none must be a list of tensors, got {type(grad_to_none).__name__}")
     grad_to_none = tuple(grad_to_none or ())
     tiny = torch.zeros(1, device=_gpu("measure"))
     driver = triton.runtime.driver.active
@@ -161,7 +164,6 @@ def _copy(n_bytes: int) -> Callable:
     return functools.partial(torch.empty_like(x).copy_, x)
 
 
-@functools.cache
 def limit(kind: str) -> dict:
     """Measure the best this GPU can do, once per process: the fastest of many runs.
 
@@ -173,11 +175,19 @@ def limit(kind: str) -> dict:
         `name` and `value`, in GB/s for a copy and TFLOP/s for a product.
 
     Raises:
+        TypeError: `kind` is no text.
         ValueError: `kind` is none of these.
         RuntimeError: there is no GPU, or Triton's interpreter is on.
     """
+    if not isinstance(kind, str):
+        raise TypeError(f"limit: kind must be a str, got {type(kind).__name__}")
     if kind not in LIMITS:
         raise ValueError(f"limit: kind must be one of {', '.join(LIMITS)}, got {kind!r}")
+    return _limit(kind)
+
+
+@functools.cache
+def _limit(kind: str) -> dict:
     device, n = _gpu("limit"), 8192
     if kind == "copy":
         name, work, fn = _COPY_LIMIT, 2**31 * 1e-6, _copy(2**31)
@@ -357,7 +367,8 @@ def roofline(
         peak: the flat part of the roof: "matmul-fp16", "matmul-bf16" or "matmul-fp8".
 
     Raises:
-        ValueError: there are no points, or they are not positive, or `peak` is no rate of arithmetic.
+        TypeError: `report` is no `Report`, or `points` no dict.
+        ValueError: there are no points, or they are no pairs of positive numbers, or `peak` is no rate of arithmetic.
         FileNotFoundError: the report was measured on a GPU whose limits no committed record holds.
 
     Example:
@@ -366,12 +377,24 @@ def roofline(
         >>> rate = report.series("triton_gallery")[4096]
         >>> tg.benchmark.roofline(report, {"4096³": (4096 / 3, rate)})
     """
-    if not points or any(value <= 0 for point in points.values() for value in point):
+    if not isinstance(report, Report):
+        raise TypeError(f"roofline: report must be a Report, such as load gives, got {type(report).__name__}")
+    if not isinstance(points, dict):
+        raise TypeError(f"roofline: points must be a dict, got {type(points).__name__}")
+    if not points or not all(map(_is_point, points.values())):
         raise ValueError(f"roofline: points must have a positive intensity and rate, got {points}")
-    if LIMITS.get(peak) != "TFLOP/s":
+    if not isinstance(peak, str) or LIMITS.get(peak) != "TFLOP/s":
         raise ValueError(f"roofline: peak must be one of {', '.join(list(LIMITS)[1:])}, got {peak!r}")
     heading = f"{title or report.record['title']}: roofline of the {report.record['gpu']}"
     plot_roofline(heading, points, *(_limit_of(report, kind) for kind in ("copy", peak)))
+
+
+def _is_point(point) -> bool:
+    try:
+        intensity, rate = point
+        return 0 < intensity < math.inf and (rate > 0 or math.isnan(rate))
+    except (TypeError, ValueError):
+        return False
 
 
 def _limit_of(report: Report, kind: str) -> dict:
@@ -423,6 +446,8 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
         raise ValueError(f"perf_report: ylabel must be one of {', '.join(_UNITS)}, got {benchmark.ylabel!r}")
     if not isinstance(benchmark.plot_name, str):
         raise TypeError(f"perf_report: plot_name must be a str, got {type(benchmark.plot_name).__name__}")
+    if Path(benchmark.plot_name).name != benchmark.plot_name or benchmark.plot_name in ("", ".."):
+        raise ValueError(f"perf_report: plot_name must name a file, without folders, got {benchmark.plot_name!r}")
     if not all(isinstance(names, list | tuple) for names in (benchmark.line_names, benchmark.line_vals)):
         raise TypeError("perf_report: line_names and line_vals must be lists")
     ours = is_study(benchmark.plot_name) or OURS in benchmark.line_names
@@ -430,6 +455,10 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     if not ours or not n_names == len(benchmark.line_names) == len(benchmark.line_vals):
         names = f"must name each value, no two alike, one {OURS!r}"
         raise ValueError(f"perf_report: line_names {names}, got {benchmark.line_names}")
+    if taken := [name for name in benchmark.line_names if name in RESERVED]:
+        raise ValueError(f"perf_report: line_names must hold none of {', '.join(RESERVED)}, got {taken[0]!r}")
+    if not isinstance(benchmark.x_vals, Collection):
+        raise TypeError(f"perf_report: x_vals must be a list, got {type(benchmark.x_vals).__name__}")
     xs, n_sizes = _plain(list(benchmark.x_vals)), len(benchmark.x_names)
     if not xs or len(set(map(str, xs))) < len(xs):
         raise ValueError(f"perf_report: x_vals must hold one value or more, no two alike, got {xs}")
@@ -473,6 +502,7 @@ class PerfReport:
         nor a record the report has no rows, and says "not yet measured".
 
         Raises:
+            OSError: ``TRITON_GALLERY_RECORDS`` names no folder that can be written to.
             RuntimeError: our own provider failed, or a record is asked for and there is no GPU.
             ValueError: the function returned no rate, or a record is asked for, and its provenance is not complete.
         """
@@ -492,6 +522,13 @@ class PerfReport:
         if folder:
             # Refuse incomplete provenance now, with a row that stands in for the ones to come, and not after minutes.
             validate(record | {"limit": None, "rows": [{"x": 1, "provider": OURS, "median": 1, "p20": 1, "p80": 1}]})
+            file = Path(folder, slug(record["gpu"]), f"{name}.json")
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=file.parent).close()
+            except OSError as error:
+                rule = "TRITON_GALLERY_RECORDS must name a folder that can be written to"
+                raise OSError(f"{name}: {rule}: {error}") from None
         record |= {"limit": None, "left_out": [], "rows": []}
         if self.limit:
             try:
@@ -506,8 +543,6 @@ class PerfReport:
         report = Report(record, live=True)
         if folder:
             validate(record)
-            file = Path(folder, slug(record["gpu"]), f"{name}.json")
-            file.parent.mkdir(parents=True, exist_ok=True)
             # Beside its place, and moved there: whoever stops this leaves no half of a record.
             new = file.with_suffix(".new")
             new.write_text(report.to_json(), encoding="utf-8")

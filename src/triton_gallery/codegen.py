@@ -6,7 +6,6 @@ compiler cannot share one. There the tensors become meta tensors, which have a s
 knows the name of a target stands in for the GPU's.
 """
 
-import contextlib
 import functools
 import html
 import io
@@ -50,6 +49,11 @@ class _Assembly(dict):
             command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", "--print-line-info", file.name]
             self["sass"] = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return self["sass"]
+
+    def texts(self) -> list[str]:
+        """The stages that can be read, those that are disassembled first included."""
+        kinds = ("ttir", "ttgir", "llir", "ptx", "sass", "amdgcn")
+        return [kind for kind in kinds if kind in self or (kind == "sass" and self.get("cubin"))]
 
 
 @dataclass(frozen=True)
@@ -131,11 +135,10 @@ class Report:
             known = ", ".join(f"{k.name} for {k.target}" for k in self.kernels)
             named = f"kernel {kernel}" if kernel else "kernel"
             raise ValueError(f"source: no {named} for {target}; the report has {known}")
-        if kind != "cubin":  # which is no text
-            with contextlib.suppress(KeyError):
-                return matches[0].asm[kind]
-        kinds = ", ".join(name for name in matches[0].asm if name != "cubin")
-        raise ValueError(f"source: kind must be one of {kinds} or sass, got {kind}")
+        kinds = matches[0].asm.texts()
+        if kind not in kinds:
+            raise ValueError(f"source: kind must be one of {', '.join(kinds)}, got {kind!r}")
+        return matches[0].asm[kind]
 
     def _table(self) -> list[list[str]]:
         """Header and rows as text, less the columns that are empty throughout."""
@@ -310,7 +313,7 @@ def listing(
     if found is None:
         raise ValueError(f"listing: kernel must be one of {', '.join(k.name for k in outcome)}, got {kernel!r}")
     asm = found.asm
-    there = [k for k in ("ttir", "ttgir", "ptx", "sass", "amdgcn") if k in asm or (k == "sass" and asm.get("cubin"))]
+    there = [kind for kind in asm.texts() if kind != "llir"]
     if missing := [kind for kind in stages or () if kind not in there]:
         raise ValueError(f"listing: stages must be among {', '.join(there)}, got {missing[0]!r}")
     file, first, source = found.source
@@ -327,6 +330,9 @@ def listing(
 
 
 # --- the way to the child and back ------------------------------------------------------------------------------------
+
+# The child writes this before its answer: what it imports may print, too.
+_ANSWER = b"\nthe outcomes of codegen:\n"
 
 
 class _Pickler(pickle.Pickler):
@@ -410,7 +416,8 @@ def _compile(request: bytes, line_info: bool = False) -> list[list[list[Kernel] 
         "TRITON_DISABLE_LINE_INFO": "0" if line_info else "1",
         # A folder of its own: every entry in it was compiled with ptxas's log kept.
         "TRITON_CACHE_DIR": os.path.join(triton.knobs.cache.dir, "codegen-lines" if line_info else "codegen"),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        # Python takes no notice of entries that are no text.
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str)),
     }
     env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns about a coming default where it is not set
     command = [sys.executable, "-P", "-c", "from triton_gallery import codegen; codegen._serve()"]
@@ -419,7 +426,7 @@ def _compile(request: bytes, line_info: bool = False) -> list[list[list[Kernel] 
         lines = child.stderr.decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), f"exit status {child.returncode}")
         raise RuntimeError(f"{'listing' if line_info else 'inspect'}: the compiling process failed: {last}")
-    return pickle.loads(child.stdout)
+    return pickle.loads(child.stdout.partition(_ANSWER)[2])
 
 
 # --- inside the child -------------------------------------------------------------------------------------------------
@@ -470,9 +477,9 @@ def _serve() -> None:
         _keep_ptxas_log()
         _collect_launches()
         drivers = [_TargetDriver(device, target) for device, target in enumerate(targets)]
-        pickle.dump(
-            [[_run(call, *pair, keep_asm) for pair in zip(targets, drivers, strict=True)] for call in calls], answer
-        )
+        outcomes = [[_run(call, *pair, keep_asm) for pair in zip(targets, drivers, strict=True)] for call in calls]
+        answer.write(_ANSWER)
+        pickle.dump(outcomes, answer)
 
 
 def _keep_ptxas_log() -> None:

@@ -227,7 +227,8 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         The interpreter runs the programs one after another, axis 2 fastest, and takes some 50 µs for every operation of
         every program: choose small tensors. A lane outside its tensor loads `other` or 0, and stores nothing. The gaps
         of a view are outside of it. Tensors on a GPU are copied to the CPU and back. An error inside the kernel arrives
-        as Triton's `InterpreterError`.
+        as Triton's `InterpreterError`. It is one to load or store through a pointer that was cast to elements of
+        another size; those of bfloat16 and float8 are float32 here.
 
     Example:
         >>> import torch, triton_gallery
@@ -344,6 +345,10 @@ class _Recorder:
             if not tag:
                 continue  # an address that the kernel has from somewhere else
             (name, tensor), elements = self.host[tag - 1], self.elements[tag - 1]
+            element = ptrs.get_element_ty()
+            if max(1, element.primitive_bitwidth // 8) != tensor.element_size():
+                rule = f"{name} ({tensor.dtype} in the interpreter) must keep the size of its elements"
+                raise ValueError(f"trace: a pointer to {rule}, got one to {element}")
             offsets = (addresses - tensor.data_ptr()) // tensor.element_size()
             lanes = on & (tags == tag)
             inside = (offsets >= 0) & (offsets < elements.size)
