@@ -259,7 +259,7 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, itemsize: int, device: to
         n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
         return min(M, N) >= 128 and n_tiles > 2 * n_processors and n_tiles * K > 360 * n_processors
     if n_matrices == 1:
-        # Where few programs take many steps along K, TMA has more of them on their way; and its parts may begin anywhere,
+        # Where few programs take many steps along K, TMA has more of them on their way. Its parts may begin anywhere,
         # so that every K has some.
         n_strips = cdiv(max(M, N), 32)
         if min(M, N) > 64:
