@@ -1003,7 +1003,7 @@ def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout, monkeypat
     monkeypatch.setattr(specialized, "_TILES", ())
     for tile in specialized._PART_TILES:
         monkeypatch.setattr(specialized, "_PART_TILES", (tile,))
-        for n_parts in (2, 3, 7):
+        for n_parts in (2, 3, 5):
             monkeypatch.setattr(specialized, "possible_parts", lambda *args, n=n_parts: [1, n])
             out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
             assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)

@@ -6,6 +6,7 @@ call would build.
 """
 
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -74,13 +75,14 @@ def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...
 
 
 def alignment(tensors: tuple[torch.Tensor, ...], *sizes: int) -> tuple[bool, int]:
-    """Whether rows can be read 16 bytes at a time, and ALIGN of their kernel, which divides all lengths and strides.
+    """Whether rows can be read four numbers (16 bytes of float64) at a time, and ALIGN of their kernel.
 
-    Triton sees by itself that an argument is a multiple of 16. ALIGN is more than 1 only where that is not enough.
+    ALIGN divides all lengths and strides: so many numbers, of up to 16 bytes, can be read at a time. Triton sees by
+    itself that an argument is a multiple of 16, so ALIGN is more than 1 only where that is not enough.
     """
     vector = 16 // tensors[0].element_size()
-    vectorized = all(x.data_ptr() % 16 == 0 for x in tensors) and all(size % vector == 0 for size in sizes)
-    return vectorized, vector if vectorized and any(size % 16 != 0 for size in sizes) else 1
+    align = math.gcd(vector, *sizes) if all(x.data_ptr() % 16 == 0 for x in tensors) else 1
+    return align >= min(4, vector), align if any(size % 16 != 0 for size in sizes) else 1
 
 
 def index_dtype(n_elements: int) -> tl.dtype:
