@@ -850,8 +850,8 @@ def test_row_lengths_share_compilations():
     ]
     outcomes = tg.codegen._compile(tg.codegen._pack(calls, ("sm_90",)))
     names = [name for name, _ in {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}]
-    # Multiples of 16, other multiples of 8, of 4 and of 2, and odd lengths, which have a forward kernel of their own: for
-    # four and for five blocks.
+    # Multiples of 16, other multiples of 8, of 4 and of 2, and odd lengths, which have a forward kernel of their own,
+    # for four and for five blocks.
     assert {name: names.count(name) for name in names} == {
         "_softmax_fwd_kernel": 4,
         "_softmax_fwd_unaligned_kernel": 2,

@@ -724,8 +724,8 @@ def _in_blocks(n_cols: int, forward: bool, *tensors: torch.Tensor) -> _InBlocks 
         return None
     aligned = n_cols % vector == 0
     if forward:
-        # Fewer numbers, of whatever rows, are faster one by one, and so are those of 32 bits. Others are as fast four at
-        # a time, and in longer rows two at a time.
+        # Fewer numbers, of whatever rows, are faster one by one, and so are those of 32 bits. Others are as fast four
+        # at a time, and in longer rows two at a time.
         pays = vector == 8 and n_cols % (4 if n_cols <= 1024 else 2) != 0 and tensors[0].numel() >= _MIN_UNALIGNED
         shortest, longest = 257, 8192 - vector if pays else 0
     else:
