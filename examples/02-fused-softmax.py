@@ -207,8 +207,8 @@ plt.show()
 # - `do_not_specialize` keeps the compiler from making a kernel of its own for a number of rows that is 1, or a
 #   multiple of 16. It would gain nothing. For `n_cols` it gains much: a multiple of 16 allows wide loads.
 # - `n // ALIGN * ALIGN` shows the compiler a multiple of `ALIGN`. A multiple of 8, such as 1000, is enough for loads of
-#   16 bytes from float16, but Triton itself asks about 16 alone. The library says 8 (4 in float32) where that is true
-#   of lengths and strides; the default of 1 says nothing.
+#   16 bytes from float16, but Triton itself asks about 16 alone. The library says 8, 4 or 2 (in float32 4 or 2),
+#   whichever is the largest that divides lengths and strides; the default of 1 says nothing.
 # - `num_warps` is not in the kernel but a matter of the launch: over how many warps a tile spreads. The longer the row,
 #   the more warps it takes to keep each thread's share small. The library's tile of 1024 numbers takes two; longer
 #   rows, in the kernels below, take 1 to 16, from small tables that were measured; page three has a clock choose.
@@ -393,7 +393,8 @@ plt.show()
 # bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not three and parts of two. Its stores
 # are 16 bytes wide, too, but for both ends of a row. Odd rows of 16 bits that do not take this kernel, shorter ones and
 # those on other GPUs, have one in `tl` that does much the same. It takes rows of 1025 to 5113 numbers, and of 192 to
-# 1024 where the matrix has 6 MiB or more; page five explains how. All others are loaded number by number.
+# 1024 where the matrix has 6 MiB or more, unless their length is even; page five explains how. All others are loaded
+# number by number, and where their length is a multiple of 2 or 4, so many numbers at a time.
 #
 # Such a row of odd length and up to 40 KiB has a program to itself, and a multiprocessor room for at least five. Longer
 # rows, of any length, are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
@@ -563,8 +564,9 @@ report_backward
 # %%
 # Up to 32768 columns a row of ours waits in registers for its sum. `torch.compile` has kernels that walk a row twice,
 # from 2048 columns on, and the second walk finds it in a cache. We are well ahead at 3905 columns, an odd number, and
-# at 65536. Elsewhere the two are close, and mostly `torch.compile` is ahead: at 2048 columns we are at
-# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048` of its rate, at 16384 at
+# at 65536. Elsewhere its rate jumps from length to length, and where the length is a power of two it can be ahead: at
+# 4096 columns we are at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 4096` of its rate, at 8192 at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 8192` and at 16384 at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 16384`.
 #
 # How can two walks be quicker than one? The loads of the first carry the hint `evict_last`. When we gave ours the hint,
@@ -1076,7 +1078,7 @@ for each in (report, report_backward, report_log, report_across, report_short, r
 # :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 16 parts. With 131072 columns, in 32
 # parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other provider. The gradient is the exception:
-# `torch.compile` is ahead of it at most lengths, and at worst ours runs at :measured:`softmax-bwd-fp16: triton_gallery
+# at some powers of two `torch.compile` is ahead, and at worst ours runs at :measured:`softmax-bwd-fp16: triton_gallery
 # / torch.compile at worst` its rate.
 #
 # Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose some: with 16401 columns we

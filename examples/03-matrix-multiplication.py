@@ -1291,9 +1291,8 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 6144` at 6144³ and
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` at 8192³
 #
-# The point at 8192³ in float16 is low in this record. The ladder's chart has the same product at
-# :measured:`matmul-ladder-fp16: triton_gallery / torch at 8192`. Such products draw all the power there is, and the
-# clock follows.
+# The ladder's chart has the product of 8192³ in float16 once more, at :measured:`matmul-ladder-fp16: triton_gallery /
+# torch at 8192`. Such products draw all the power there is, and the clock follows.
 #
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
 # median of another size may come up to it. In float8 it is the quicker product whose sums have fewer bits, which
@@ -1306,15 +1305,14 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # :measured:`matmul-fp32: triton_gallery / torch at 768` at 768³ and at :measured:`matmul-fp32: triton_gallery / torch
 # at 512` at 512³.
 #
-# The time of a thin product is that of reading its weight. Up to 256 rows we are ahead of torch or about even, at
+# The time of a thin product is that of reading its weight. We are ahead of torch or about even at all its sizes, at
 # :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row, :measured:`matmul-thin-fp16:
 # triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The
-# lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`, with 512 rows, where arithmetic
-# counts. One row reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From
-# two rows on there is also the sum of the parts, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at
-# 2`. Much more cannot be had of our clock, since the flush fills the cache with numbers that memory does not have yet.
-# A copy of as many bytes suffers as well; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as
-# many bytes at 2`.
+# lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row reaches
+# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles of the
+# matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. Much more cannot be
+# had of our clock, since the flush fills the cache with numbers that memory does not have yet. A copy of as many bytes
+# suffers as well; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 2`.
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024`
 # torch's rate, where about a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
@@ -1341,14 +1339,19 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 #
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
-# what chosen sizes hide. In 32 × 3056 × 6976, narrower tiles are better than parts: 96 tiles of 64 × 32 need no second
-# kernel. Of the :math:`K` of 2128 × 112 × 4432, no number makes enough equal parts that are multiples of 16, so the
-# library takes the fifth rung, whose parts may begin anywhere. Most of the lowest have tiles for a part of the GPU and
+# what chosen sizes hide. The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that
+# are multiples of 16. Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin
+# anywhere, and which has more steps of a long :math:`K` on their way. Among these are thin products, but not those
+# whose narrow strips already fill the GPU. Most of the lowest have tiles for a part of the GPU and
 # much to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one are empty.
 # With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in
-# most that were drawn, and ahead in none by much; the last line that is printed where they are drawn has the range. For
-# one of them, 1040 × 944 × 352, cuBLAS's kernel has 119 tiles of 64 × 136, one round, where most multiprocessors get
-# two of our 64 × 64; the others we have not looked into. (No record holds that.)
+# more than half of those that were drawn; the last line that is printed where they are drawn has the range. What makes
+# that we have not found out.
+#
+# Which tile, and how many parts? The library reckons how long each choice takes: the multiplications of the rounds,
+# what comes from L2, what comes from memory, and the sum of the parts. It takes the quickest. The rates that it reckons
+# with were fitted to measured times, of some twenty choices for each of 500 products, until the order came out best.
+# (No record holds these.)
 
 # %%
 # Break it: forget the short group

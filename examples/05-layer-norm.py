@@ -120,7 +120,7 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
 # This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below,
-# and so do most rows whose length is no multiple of 8 (of 4 in float32). We call such lengths *odd*, as on page two.
+# and so do many rows whose length is no multiple of 8 (of 4 in float32). We call such lengths *odd*, as on page two.
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
@@ -145,7 +145,7 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 #   float32.
 # - `weight_ptr`, `bias_ptr` or `mean_ptr` may be `None`. That is known while the kernel is compiled, so the
 #   branch costs nothing when it runs. Without a mean, the kernel computes RMS norm.
-# - `n // ALIGN * ALIGN` shows the compiler multiples of 8, as on page two. Our launcher leaves `ALIGN` at 1.
+# - `n // ALIGN * ALIGN` shows the compiler multiples of 8, 4 or 2, as on page two. Our launcher leaves `ALIGN` at 1.
 #
 # Five lines launch it. (`num_warps=8` spreads a row over 256 threads; the library chooses by the shape.)
 
@@ -464,9 +464,9 @@ ladder
 # registers reaches :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes at 8192` at 8192.
 # Each round of a loop waits for loads of its own, where a program that asks for the whole row at once waits once. All
 # the same, the loops are the faster ones at 1024 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / row in
-# registers at 1024`. There it is the tile of our third kernel that decides, and not the trips. At 9216 columns the tile
-# costs it a part of its lead: it is at :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes
-# at 9216` of a copy there.
+# registers at 1024`. There it is the tile of our third kernel that decides, and not the trips. At 9216 columns, which
+# get a tile of 16384, the tile costs it more than its lead: it is at :measured:`layer-norm-fwd-ladder-fp16: row in
+# registers / copy of as many bytes at 9216` of a copy there.
 #
 # From the row in registers to the library no trip is saved. What changes are the tile and its warps. A row of 1024
 # columns is little work for a program of 8 warps, so the library takes four warps and gives them four rows. A row of
@@ -876,10 +876,10 @@ shapes_report.plot()
 shapes_report
 
 # %%
-# Nearest to a copy of as many bytes are 65536 columns, in parts, at :measured:`layer-norm-bwd-shapes-bf16:
-# triton_gallery / copy of as many bytes at 2048×65536` of its rate, and 4096, at :measured:`layer-norm-bwd-shapes-bf16:
-# triton_gallery / copy of as many bytes at 16384×4096`; with 5120 it is :measured:`layer-norm-bwd-shapes-bf16:
-# triton_gallery / copy of as many bytes at 8192×5120`. Farthest are 12288 columns, with one program on each
+# Nearest to a copy of as many bytes are 4096 columns, at :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy
+# of as many bytes at 16384×4096` of its rate; with 5120 it is :measured:`layer-norm-bwd-shapes-bf16: triton_gallery /
+# copy of as many bytes at 8192×5120`, and with 65536, in parts, :measured:`layer-norm-bwd-shapes-bf16: triton_gallery
+# / copy of as many bytes at 2048×65536`. Farthest are 12288 columns, with one program on each
 # multiprocessor, at :measured:`layer-norm-bwd-shapes-bf16: triton_gallery / copy of as many bytes at 4096×12288`.
 # Against the best other provider, the lowest of the five ratios is :measured:`layer-norm-bwd-shapes-bf16:
 # triton_gallery / peers at worst`.
@@ -956,12 +956,13 @@ rms_report
 # two rows ahead, by the first threads of a program; it joins the sums when the lanes meet.
 #
 # All of this takes instructions, too, and pays only where there are enough numbers. Forward, `tl` loads whole vectors
-# of odd rows of 257 to 8184 16-bit numbers, from two million of them on; other odd rows of up to 24576 it loads number
-# by number, shorter ones in small programs, each of which has not many to wait for. On Hopper the kernel with the parts
-# takes odd rows of more than 8184 numbers where `x` has 16 MiB or more, and all of more than 24576, which other GPUs
-# read twice. Backward, `tl` loads whole vectors of odd rows of 32 numbers or more that stay in registers (up to 10233
-# numbers of 16 bits, 5117 of float32). On Hopper longer ones have parts, but for those of up to 8192 float32 numbers
-# where `x` has less than 32 MiB.
+# of odd rows of 257 to 8184 16-bit numbers, from two million of them on. Multiples of 4, and beyond 1024 multiples of
+# 2, are as quick in the plain kernels, which read so many numbers at a time. Other odd rows of up to 24576 they load
+# number by number, shorter ones in small programs, each of which has not many to wait for. On Hopper the kernel with
+# the parts takes odd rows of more than 8184 numbers where `x` has 16 MiB or more, and all of more than 24576, which
+# other GPUs read twice. Backward, `tl` loads whole vectors of odd rows of 32 numbers or more that stay in registers (up
+# to 10233 numbers of 16 bits, 5117 of float32), but for multiples of 4 between 1024 and 4096 of 16 bits. On Hopper
+# longer ones have parts, but for those of up to 8192 float32 numbers where `x` has less than 32 MiB.
 #
 # Here are a forward and a backward pass together, over 128 MiB whatever the length.
 
@@ -1046,17 +1047,17 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
-# With longer rows the rate should rise. Up to 8192 columns the curve of the backward pass does: from
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 to :measured:`layer-norm-bwd-fp16: triton_gallery at
-# 6656` at 6656, although a fourth block of 2048 has just begun there and is mostly empty, and to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192. Where a fifth one begins it levels off, with
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and little more from there to 10240. Beyond 10240 a
+# With longer rows the rate should rise. The curve of the backward pass does, but for a step where a new block begins:
+# from :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 it goes to :measured:`layer-norm-bwd-fp16:
+# triton_gallery at 6656` at 6656, where a fourth block of 2048 is mostly empty, and to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192, where it is full. With a fifth one there are
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and a little more from there to 10240. Beyond 10240 a
 # row of 16 bits and its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in
 # Gluon): `x`, `dy` and the weight wait in shared memory, from where they can be read twice, and registers hold the sums
 # alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer
 # rows, and those of more than 8192 32-bit numbers, are cut into parts, as in the forward pass. This time the programs
-# of a row tell each other their shares of the two sums that each element of `dx` needs. Neither change of kernel shows
-# much in the curve: from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 it goes to
+# of a row tell each other their shares of the two sums that each element of `dx` needs. Each change of kernel is a step
+# down in the curve: from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 it goes to
 # :measured:`layer-norm-bwd-fp16: triton_gallery at 10752` at 10752, and from :measured:`layer-norm-bwd-fp16:
 # triton_gallery at 12288` at 12288 to :measured:`layer-norm-bwd-fp16: triton_gallery at 12800` at 12800, where parts
 # begin. With these it rises to :measured:`layer-norm-bwd-fp16: triton_gallery at 15360` at 15360. On other GPUs, and on
