@@ -391,10 +391,10 @@ plt.show()
 # once have to begin at a multiple of 16. This kernel reads from the start of the *cache line* in which the row begins,
 # the 128 bytes that a cache keeps together, and leaves out what belongs to the row before. So all its copies are 16
 # bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not three and parts of two. Its stores
-# are 16 bytes wide, too, but for both ends of a row. Odd rows of 16 bits that do not take this kernel, shorter ones and
-# those on other GPUs, have one in `tl` that does much the same. It takes rows of 1025 to 5113 numbers, and of 192 to
-# 1024 where the matrix has 6 MiB or more, unless their length is even; page five explains how. All others are loaded
-# number by number, and where their length is a multiple of 2 or 4, so many numbers at a time.
+# are 16 bytes wide, too, but for both ends of a row. Such rows of 16 bits that do not take this kernel, shorter ones
+# and those on other GPUs, have one in `tl` that does much the same, if not even 2 divides their length: from 1025 to
+# 5113 numbers, and from 192 to 1024 where the matrix has 6 MiB or more. Page five explains how. The others are loaded 4
+# or 2 numbers at a time where that divides the length, and number by number where it does not.
 #
 # Such a row of odd length and up to 40 KiB has a program to itself, and a multiprocessor room for at least five. Longer
 # rows, of any length, are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
@@ -457,7 +457,7 @@ except ValueError as error:
 #
 # is a reduction over the row and a pass over its elements, so its kernels look like those above: they read :math:`y`
 # and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64), and up to 32768 of
-# float16 and bfloat16 where all rows begin at a multiple of 16 bytes: their numbers wait for the sum as they were
+# float16 and bfloat16 where all rows begin at a multiple of 8 bytes: their numbers wait for the sum as they were
 # loaded, two in a register. On Hopper longer rows wait in parts on several multiprocessors, if there are two or more of
 # them and 4 MiB together. Others are read twice, the second time from the L2 cache while they fit there. Only :math:`y`
 # has to be kept for it, not :math:`x`.
@@ -563,10 +563,10 @@ report_backward
 
 # %%
 # Up to 32768 columns a row of ours waits in registers for its sum. `torch.compile` has kernels that walk a row twice,
-# from 2048 columns on, and the second walk finds it in a cache. We are well ahead at 3905 columns, an odd number, and
-# at 65536. Elsewhere its rate jumps from length to length, and where the length is a power of two it can be ahead: at
-# 4096 columns we are at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 4096` of its rate, at 8192 at
-# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 8192` and at 16384 at
+# from 2048 columns on, and the second walk finds it in a cache. We are well ahead at 2048 columns, at 3905, an odd
+# number, at 20000 and at 65536. Its rate jumps from length to length, and where the length is a power of two it can be
+# ahead: at 4096 columns we are at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 4096` of its rate, at
+# 8192 at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 8192` and at 16384 at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 16384`.
 #
 # How can two walks be quicker than one? The loads of the first carry the hint `evict_last`. When we gave ours the hint,
@@ -625,10 +625,11 @@ report_log
 # %%
 # At the shortest vocabulary we run at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at 32000` the rate of
 # the faster of the two others, and at the longest at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at
-# 256000`. The odd length, with which each row begins somewhere else in its vectors, costs little: with it we are at
-# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate, with the two
-# neighbours at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000` and
-# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 128256`.
+# 256000`. The odd length, with which each row begins somewhere else in its vectors, shows little: with it we are at
+# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate, between
+# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000` with 32000, whose rows wait in
+# registers, and :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 128256` with 128256, in
+# parts.
 
 # %%
 # Eight trips, three trips, two
@@ -705,11 +706,11 @@ ladder
 # rate. The library saves that trip again, because it keeps a row where the second walk finds it, and reaches
 # :measured:`softmax-ladder-fp16: triton_gallery / limit at 65536`.
 #
-# Blocks without idle lanes are worth little: :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers
-# at 5120` at 5120 columns, where there are registers for the idle ones, too, and :measured:`softmax-ladder-fp16: safe,
-# in blocks / safe, row in registers at 12288` at 12288. At 32768 they have too few threads: with 128 of them this rung
-# spills. The library takes 512 threads for the same kernel there, and is :measured:`softmax-ladder-fp16: triton_gallery
-# / safe, in blocks at 32768` as fast.
+# At 5120 columns blocks without idle lanes are worth little, :measured:`softmax-ladder-fp16: safe, in blocks / safe,
+# row in registers at 5120`: there are registers for the idle ones, too. At 12288 they are worth
+# :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 12288`. At 32768 they have too few
+# threads: with 128 of them this rung spills. The library takes 512 threads for the same kernel there, and is
+# :measured:`softmax-ladder-fp16: triton_gallery / safe, in blocks at 32768` as fast.
 #
 # Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
 # of a copy's rate at the right end, where eight trips leave a quarter; we have not looked into why. And at 4096 columns
@@ -897,9 +898,8 @@ report_short
 # :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at worst`. 131072 rows of 32 numbers run at
 # :measured:`softmax-short-fp16: triton_gallery at 32`, and 4096 rows of 1024, which are as many numbers, at
 # :measured:`softmax-fp16: triton_gallery at 1024`. That rows are short costs nothing by itself. Our lead over
-# `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32 columns, and none from
-# 256 on. At 128 we are at :measured:`softmax-short-fp16: triton_gallery / torch.compile at 128`, where an earlier
-# record has both level.
+# `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32 columns, shrinks to
+# :measured:`softmax-short-fp16: triton_gallery / torch.compile at 128` at 128, and is about none from 256 on.
 
 # %%
 # At the other end rows are long, or few, or both, as the logits that a language model writes for the next word of each
@@ -1084,7 +1084,9 @@ for each in (report, report_backward, report_log, report_across, report_short, r
 # Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose some: with 16401 columns we
 # reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16401` of a copy of as many bytes, with 16384
 # :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. At 3905 columns, moved in whole vectors by
-# `tl`, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905`. Where the matrix ends between
+# `tl`, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905`. But the lowest share is
+# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at worst`, at 32768 columns, where a row is in the
+# registers of 512 threads. Where the matrix ends between
 # two multiples of 16 bytes, the kernel with the chunks leaves its last row to another one, in a launch of its own; that
 # of `tl` loads this row number by number. And all of this works if a row
 # of the result begins as far behind a multiple of 16 bytes as the row of the input does. Rows cut out of a wider matrix

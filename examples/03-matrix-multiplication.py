@@ -475,9 +475,9 @@ print("chosen:", tuned_kernel.best_config.kwargs)
 # sizes of zero. It chooses the tile from the shape. A product with a vector uses no number of the matrix twice, so a
 # matrix unit would have nothing to do; it takes a small kernel of its own, which reads each number of the matrix once.
 # Where there are too few sums for the whole GPU it cuts them into parts. (On Hopper a row of 16-bit or 8-bit numbers
-# times a matrix with dense, aligned rows takes the third rung all the same, in tiles of 16 rows, whose loads suit it
-# better.) And `matmul` is differentiable, for which there is no new kernel to write. With :math:`L` for the loss
-# and :math:`G` for its gradient that arrives,
+# times a matrix with dense, aligned rows takes the third rung all the same, in tiles of 16 rows, or where :math:`K` is
+# long and columns are few the fifth, whose loads suit it better.) And `matmul` is differentiable, for which there is no
+# new kernel to write. With :math:`L` for the loss and :math:`G` for its gradient that arrives,
 #
 # .. math:: \frac{\partial L}{\partial A} = G B^{\mathsf T} \qquad \frac{\partial L}{\partial B} = A^{\mathsf T} G
 #
@@ -559,9 +559,9 @@ torch.testing.assert_close(out, a @ b, rtol=1e-3, atol=1e-3)
 # kernel (`hopper/matmul_specialized.py`) is written in Gluon, the lower-level language that Triton's compiler offers
 # beside it. Tiles, order and epilogue are those of this page, but that the rows of tiles are divided into groups of
 # about the same size, some 12 where tiles are 128 × 256. The library takes this kernel on Hopper for large products of
-# 16-bit numbers, and of float8 if :math:`B` lies transposed, and for smaller ones whose rows the third rung would have
-# to load number by number; and it takes the kernel above where Gluon is missing. For all else the third rung is there,
-# and for vectors the small kernel from above.
+# 16-bit numbers, and of float8 if :math:`B` lies transposed, for products of few tiles with a long :math:`K`, and for
+# smaller ones whose rows the third rung would have to load number by number; and it takes the kernel above where Gluon
+# is missing. For all else the third rung is there, and for vectors the small kernel from above.
 
 # %%
 # How close to the matrix unit's limit?
@@ -681,8 +681,8 @@ report_backward
 # %%
 # Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
 # triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, and
-# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even. (1536, where single products lose
-# most, is not in this sweep.)
+# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even, but for both ends. (1536, where
+# single products lose most, is not in this sweep.)
 
 # %%
 # What each rung is worth
@@ -715,7 +715,7 @@ for multiply in rungs.values():
 # What should we expect? A number on its way to the matrix unit passes two doors: from memory into the L2 cache, and
 # from there into a multiprocessor. At both we can count the operations per byte. At the second door the tile decides,
 # by the formula from the top of the page. At the first it is the strips that all running programs need together, and
-# for these we ask the kernel's own map once more. On each of its 132 multiprocessors an H100 runs ten of the small
+# for these we ask the kernel's own map once more. On each of its 132 multiprocessors an H200 runs ten of the small
 # programs at a time and two of the large ones; its registers have no room for another.
 
 
@@ -785,9 +785,10 @@ ladder
 #   41: :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096`.
 # - At 8192³ groups need fewer, 41 against 69, but both orders are far to the right of the ridge:
 #   :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192`. (This chart has one round only, and
-#   clocks drift in between. Earlier records had it above 1.)
-# - At 16384³ a row has 128 tiles. Row by row needs 131 strips, which comes down to 258 operations per byte, about the
-#   ridge. Groups still need 41, and gain: :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 16384`.
+#   clocks drift in between. A record of an H100 has it a little below 1.)
+# - At 16384³ a row has 128 tiles. Row by row needs 131 strips, which comes down to 258 operations per byte, the nearest
+#   to the ridge of all of these. Groups still need 41, and gain: :measured:`matmul-ladder-fp16: large tiles in groups /
+#   large tiles at 16384`.
 #
 # The count has all programs in step; real ones are not, and what one has fetched may have left the cache when its
 # neighbour comes for it. The small tiles fall back as well (:measured:`matmul-ladder-fp16: a walk along K at 4096` at
@@ -860,7 +861,7 @@ report_thin.plot()
 report_thin
 
 # %%
-# On the right the curves fall, as they must: with some 250 rows the intensity passes the ridge, and from there on it is
+# On the right the curves fall, as they must: with some 190 rows the intensity passes the ridge, and from there on it is
 # arithmetic that takes the time.
 #
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
@@ -886,8 +887,8 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-3, atol=1e-3
 # no launch lies between the two.
 #
 # Large products have the same trouble at their end. Their tiles are computed in rounds, one for each multiprocessor,
-# and a last round of a few tiles takes as long as a full one. So on Hopper several programs *share* each tile of the
-# last round, if that round is at most half full and not the only one. There are two ways.
+# and a last round of a few tiles takes as long as a full one. So on Hopper several programs may *share* each tile of
+# the last round, where that round is at most half full and not the only one. There are two ways.
 #
 # They can divide the rows of the tile. Each then computes the 64 rows that are otherwise one consumer's, and stores
 # them; no sum changes. But half a tile takes more than half the time, because it still needs all columns of :math:`B`:
@@ -902,8 +903,9 @@ for tile in ((128, 256), (192, 128), (64, 256), (64, 128)):
 
 # %%
 # That is what a tile asks for at the full rate of the matrix unit. How many bytes L2 delivers in a cycle we have not
-# measured; the pieces of 64 rows did not reach the rate of whole tiles when we tried them. (`_ALONE` in
-# `hopper/matmul_specialized.py` holds what they reached; no record does.)
+# measured; the pieces of 64 rows did not reach the rate of whole tiles when we tried them. (`_ALONE_PER_US`
+# in `hopper/matmul_specialized.py` is the rate that the library reckons with for them; no record holds what they
+# reached.)
 #
 # Or each program sums over a part of :math:`K`. (Batches of products never do.) All but one leave their sums in memory;
 # the last one adds those of the others to its own, always in the same order, and stores the tile. Up to four programs
@@ -1244,11 +1246,14 @@ for n in (256, 512, 1024):
 #
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, by
-# the fifth rung's kernel, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's. At 1536³
+# the fifth rung's kernel, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's, in bfloat16
+# :measured:`matmul-bf16: triton_gallery / torch at 768`. At 1536³
 # there would be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36
 # multiprocessors are idle, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1536`. At 1024³ one round
 # needs small tiles of 64 × 128, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and
-# at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
+# at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16. (The ladder's chart has it at
+# :measured:`matmul-ladder-fp16: triton_gallery / torch at 1024` in float16: a microsecond is a tenth of such a
+# product.)
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of *clusters* of two multiprocessors, to both of which one copy brings a tile. Triton's blocks are powers
@@ -1281,10 +1286,12 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
 #
 # - in float16 :measured:`matmul-fp16: triton_gallery / torch at 2048` at 2048³,
-#   :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³ and
+#   :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³,
+#   :measured:`matmul-fp16: triton_gallery / torch at 6144` at 6144³ and
 #   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³
 # - in bfloat16 :measured:`matmul-bf16: triton_gallery / torch at 2048`,
-#   :measured:`matmul-bf16: triton_gallery / torch at 4096` and
+#   :measured:`matmul-bf16: triton_gallery / torch at 4096`,
+#   :measured:`matmul-bf16: triton_gallery / torch at 6144` and
 #   :measured:`matmul-bf16: triton_gallery / torch at 8192`
 # - in float8 :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 3072` at 3072³, the highest of these,
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096` at 4096³,
@@ -1295,7 +1302,8 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # torch at 8192`. Such products draw all the power there is, and the clock follows.
 #
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
-# median of another size may come up to it. In float8 it is the quicker product whose sums have fewer bits, which
+# median of another size may pass it, as that of 4096³ in bfloat16 does, at :measured:`matmul-bf16: triton_gallery /
+# limit at 4096`. In float8 it is the quicker product whose sums have fewer bits, which
 # neither curve uses.
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
@@ -1312,10 +1320,11 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles of the
 # matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. Much more cannot be
 # had of our clock, since the flush fills the cache with numbers that memory does not have yet. A copy of as many bytes
-# suffers as well; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 2`.
+# suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at
+# 2`.
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024`
-# torch's rate, where about a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
+# torch's rate, where a quarter of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
 # :math:`K` is cut. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
 # 128, so that fewer parts will do. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` where that
 # begins, the lowest of the sweep, and at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end.
@@ -1338,7 +1347,8 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # inverse of a root, which the GPU has an instruction for, and needs no division.
 #
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's
-# rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Such a list finds
+# rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a billion
+# operations we are ahead in nearly all; from there on torch is in most. Such a list finds
 # what chosen sizes hide. The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that
 # are multiples of 16. Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin
 # anywhere, and which has more steps of a long :math:`K` on their way. Among these are thin products, but not those
@@ -1348,10 +1358,10 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # more than half of those that were drawn; the last line that is printed where they are drawn has the range. What makes
 # that we have not found out.
 #
-# Which tile, and how many parts? The library reckons how long each choice takes: the multiplications of the rounds,
-# what comes from L2, what comes from memory, and the sum of the parts. It takes the quickest. The rates that it reckons
-# with were fitted to measured times, of some twenty choices for each of 500 products, until the order came out best.
-# (No record holds these.)
+# Which tile, and how many parts? For the fifth rung the library reckons how long each choice takes: the multiplications
+# of the rounds, what comes from L2, what comes from memory, and the sum of the parts. It takes the quickest. The rates
+# that it reckons with were fitted to measured times, of some twenty choices for each of 500 products, until the order
+# came out best. (No record holds these.)
 
 # %%
 # Break it: forget the short group

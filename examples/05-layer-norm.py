@@ -120,7 +120,8 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
 # This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below,
-# and so do many rows whose length is no multiple of 8 (of 4 in float32). We call such lengths *odd*, as on page two.
+# and so do many rows of 16-bit numbers whose length is no multiple of 4. We call lengths *odd* that are no multiple of
+# 8 (of 4 in float32), as on page two.
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
@@ -249,12 +250,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #   is the start of the second kernel. Our launcher below leaves it off.
 #
 # Rows of more than 1024 numbers, up to 10240 of 16 bits or 5120 of 32, take a kernel that sums the same way, but cuts a
-# row into equal blocks, as the forward pass will do below (`_layer_norm_bwd_blocks_kernel`). The next power of two may
-# be nearly twice the row; of the last block at most a part is empty. A program has one row at a time there, and as few
-# warps as have the registers for it: the fewer, the fewer wait for each other at each sum. Shorter rows take this
-# kernel, too, if they begin between multiples of 16 bytes and have 32 numbers or more; then up to four share a warp.
-# And a few short rows, up to four tiles of them, have one program, which gets `dw` and `db` themselves for its partial
-# rows: the second launch would take longer than all the rest.
+# row into equal blocks, as the forward pass will do below (`_layer_norm_bwd_blocks_kernel`). Only rows of up to 4096
+# 16-bit numbers whose length is a multiple of 4, and not of 8, stay with this one, which reads them four at a time. The
+# next power of two may be nearly twice the row; of the last block at most a part is empty. A program has one row at a
+# time there, and as few warps as have the registers for it: the fewer, the fewer wait for each other at each sum.
+# Shorter rows take this kernel, too, if they begin between multiples of 16 bytes and have 32 numbers or more; then up
+# to four share a warp. And a few short rows, up to four tiles of them, have one program, which gets `dw` and `db`
+# themselves for its partial rows: the second launch would take longer than all the rest.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -353,7 +355,7 @@ print(" 5 programs:        dw has the same bits:  ", torch.equal(grads[1], other
 # What do the partial rows cost? They are written and read once, `dw` and `db`, four bytes per element. The passes
 # over `x`, `dy` and `dx` move two bytes per element each in float16:
 
-n_rows, n_cols, n_programs = 4096, 4096, 2 * 132  # twice as many as an H100 has multiprocessors
+n_rows, n_cols, n_programs = 4096, 4096, 2 * 132  # twice as many as an H200 has multiprocessors
 extra, useful = 2 * 2 * n_programs * n_cols * 4, 3 * n_rows * n_cols * 2
 print(f"partial rows add {extra / useful:.0%} to the traffic of the backward pass")
 
@@ -464,7 +466,8 @@ ladder
 # registers reaches :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes at 8192` at 8192.
 # Each round of a loop waits for loads of its own, where a program that asks for the whole row at once waits once. All
 # the same, the loops are the faster ones at 1024 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / row in
-# registers at 1024`. There it is the tile of our third kernel that decides, and not the trips. At 9216 columns, which
+# registers at 1024`, and by a little at 2048, :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at
+# 2048`. There it is the tile of our third kernel that decides, and not the trips. At 9216 columns, which
 # get a tile of 16384, the tile costs it more than its lead: it is at :measured:`layer-norm-fwd-ladder-fp16: row in
 # registers / copy of as many bytes at 9216` of a copy there.
 #
@@ -474,7 +477,7 @@ ladder
 # for the one, with half a block left over, and three of 4096 for the other, with nothing:
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 9216` and
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 12288`. At 8192, where the block of the
-# row in registers has no empty lane, nothing is gained, :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in
+# row in registers has no empty lane, little is gained, :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in
 # registers at 8192`.
 
 # %%
@@ -536,7 +539,7 @@ def layer_norm_backward_atomic(dy, x, w, mean, rstd):
 
 
 # %%
-# The third version is `layer_norm_backward` from above, with 264 programs, twice as many as an H100 has
+# The third version is `layer_norm_backward` from above, with 264 programs, twice as many as an H200 has
 # multiprocessors; from 4096 columns on only half of them have room at a time, which is one thing that the library does
 # better. All three have to agree with torch.
 
@@ -757,10 +760,10 @@ few_report
 # statistics and once for the result, and what that costs is up to the L2 cache, which all rows under way share. As long
 # as it holds them, the second reading does not reach the memory, and two trips are still two. When they outgrow it,
 # there is a third trip, which leaves two thirds of a copy's rate. If there are two programs on each of 132
-# multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H100's L2 cache has 50.
+# multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
 #
 # On Hopper the library does not let go. A row of more than 40960 numbers (24576, if they have 32 bits) lies in parts on
-# several multiprocessors, up to 6 MiB of it on an H100. The programs of the parts tell each other what they have found:
+# several multiprocessors, up to 6 MiB of it on an H200. The programs of the parts tell each other what they have found:
 # page two explains how they can, why that needs a *cooperative* launch, and that they send what they have found of a
 # row before they write the row ahead of it. There they exchange a maximum and a sum, here a mean and a sum of squared
 # distances, and Chan's formula from above, which joined the lanes of a program, joins programs. A part has up to 4 KiB,
@@ -812,17 +815,18 @@ long_report
 # second time. Up to 40960 numbers one program keeps it in registers. With 24576, of which 256 threads hold 96 each, we
 # reach :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 24576` of a copy's rate, and with
 # 32768, which take 1024 threads, :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768`.
-# Registers would do up to 49152 numbers, but that far out parts on several multiprocessors are as quick. So longer rows
-# lie in parts, at :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 49152` with 49152 numbers,
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536` with 65536, and
+# Registers would do up to 49152 numbers, but they are no quicker that far out than parts on several multiprocessors. So
+# longer rows lie in parts, at :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 49152` with
+# 49152 numbers, :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536` with 65536, and
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where 128
 # programs wait for the last of them in each row.
 #
 # To read twice need not cost a trip. `torch.compile` does so at every length here. At 16384 columns we run at
 # :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` its rate, and at 32768 at
-# :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 32768`. Further right it does cost one: from 49152
-# columns on its curve is below two thirds of a copy, although the cache should hold the rows under way up to 65536.
-# Why, we have not found out.
+# :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 32768`. But at 24576, which is no power of two, it
+# has :measured:`layer-norm-long-fp16: torch.compile / copy of as many bytes at 24576` of a copy's rate, and further
+# right the second reading does cost a trip: from 49152 columns on its curve is below two thirds of a copy, although the
+# cache should hold the rows under way up to 65536. Why, we have not found out.
 
 # %%
 # The shapes of training
@@ -1049,20 +1053,21 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
 # With longer rows the rate should rise. The curve of the backward pass does, but for a step where a new block begins:
 # from :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 it goes to :measured:`layer-norm-bwd-fp16:
-# triton_gallery at 6656` at 6656, where a fourth block of 2048 is mostly empty, and to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192, where it is full. With a fifth one there are
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and a little more from there to 10240. Beyond 10240 a
-# row of 16 bits and its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in
-# Gluon): `x`, `dy` and the weight wait in shared memory, from where they can be read twice, and registers hold the sums
-# alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer
-# rows, and those of more than 8192 32-bit numbers, are cut into parts, as in the forward pass. This time the programs
-# of a row tell each other their shares of the two sums that each element of `dx` needs. Each change of kernel is a step
-# down in the curve: from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 it goes to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 10752` at 10752, and from :measured:`layer-norm-bwd-fp16:
-# triton_gallery at 12288` at 12288 to :measured:`layer-norm-bwd-fp16: triton_gallery at 12800` at 12800, where parts
-# begin. With these it rises to :measured:`layer-norm-bwd-fp16: triton_gallery at 15360` at 15360. On other GPUs, and on
-# Hopper where a row has more than 3 MiB, rows are cut into column blocks, and the row sums need a pass of their own
-# over `x` and `dy`: five trips instead of three.
+# triton_gallery at 6656` at 6656, where a fourth block of 2048 is mostly empty, and to :measured:`layer-norm-bwd-fp16:
+# triton_gallery at 8192` at 8192, where it is full. With a fifth one there are :measured:`layer-norm-bwd-fp16:
+# triton_gallery at 8704` at 8704, and a little more from there to 10240. Beyond 10240 a row of 16 bits and its sums no
+# longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in Gluon): `x`, `dy` and the
+# weight wait in shared memory, from where they can be read twice, and registers hold the sums alone. Up to 12288
+# columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer rows, and those of
+# more than 8192 32-bit numbers, are cut into parts, as in the forward pass. This time the programs of a row tell each
+# other their shares of the two sums that each element of `dx` needs. Each change of kernel is a step down in the curve:
+# from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 it goes to :measured:`layer-norm-bwd-fp16:
+# triton_gallery at 10752` at 10752, and from :measured:`layer-norm-bwd-fp16: triton_gallery at 12288` at 12288 to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 12800` at 12800, where parts begin. With these it rises to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 15360` at 15360, and ends a step lower, at
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 15872`. On other GPUs, and on Hopper where a row has more than 3
+# MiB, rows are cut into column blocks, and the row sums need a pass of their own over `x` and `dy`: five trips instead
+# of three.
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other provider:
 #
@@ -1077,12 +1082,14 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 # autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
 #
 # At most lengths the strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each. At
-# 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate, and at
-# 8192 at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 8192`. At 9216 it is
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` and at 14336 :measured:`layer-norm-fwd-fp16:
-# triton_gallery / torch.compile at 14336`, but at 10752 :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile
-# at 10752` and at 13824 :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824`. Whether blocks of
-# 2048 fill a row does not decide it: they fill 14336, and not 9216. What does, we have not found out.
+# 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate. From 8192
+# on it comes closest where blocks of 2048 fill a row: we run at :measured:`layer-norm-fwd-fp16: triton_gallery /
+# torch.compile at 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 10240`
+# at 10240, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288 and at
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` at 14336. In between we are further ahead,
+# at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` its rate at 9216 and at
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` at 13824. What makes that we have not found
+# out.
 #
 # A large mean breaks the short formula
 # -------------------------------------
@@ -1175,7 +1182,7 @@ torch.testing.assert_close(dw_partial.sum(dim=0), expected_dw, rtol=1e-4, atol=1
 # %%
 # Solution 3: how many programs
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# With 33 programs three quarters of the 132 multiprocessors of an H100 have nothing to do. With 1024, four rows for
+# With 33 programs three quarters of the 132 multiprocessors of an H200 have nothing to do. With 1024, four rows for
 # each, the partial sums move two thirds of the bytes that all the rest does, and the second kernel has four times as
 # many rows to add up. Without a GPU we count, and check that the result does not depend on the number but for rounding.
 

@@ -98,8 +98,7 @@ class MeasuredTable(SphinxDirective):
                 self.env.note_reread()
                 return [self.state.document.reporter.error(f"measured-table: {row}: {error}", line=offset + 1)]
             note_record(self.env, name)
-        fullest_first = sorted(tabs.items(), key=lambda tab: -len(tab[1]))
-        return self.parse_text_to_nodes("\n".join(_tabs({gpu: _table(rows) for gpu, rows in fullest_first})))
+        return self.parse_text_to_nodes("\n".join(_tabs({gpu: _table(tabs[gpu]) for gpu in gpus() if gpu in tabs})))
 
 
 def _row(found, target: str, x: str) -> tuple[tuple[str, ...], str, str]:

@@ -40,8 +40,8 @@ from ._replay import replayed
 from ._vectors import inside, load_vectors, row_begin, row_vectors, rows_begin_alike, store_vectors
 
 # Rows of up to this many elements (of float64 half as many) stay in the registers of one program; so do longer ones of
-# up to this many bytes, if they are read 16 bytes at a time and are not cut into parts. What neither takes is read
-# twice.
+# up to this many bytes, if they are read four numbers at a time, or eight, and are not cut into parts. What neither
+# takes is read twice.
 _FWD_MAX_COLS = 24576
 _FWD_MAX_BYTES = 98304
 # Longer rows than this have a program of their own, which reads them in blocks of columns.
@@ -78,7 +78,7 @@ def _layer_norm_fwd_kernel(
 ):
     """Program i owns rows i * BLOCK_M to (i + 1) * BLOCK_M: y = (x - mean) / sqrt(var + eps) * weight + bias."""
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
-    # Triton knows multiples of 16 by itself. This shows it what is one of 8, so that it loads 16 bytes at a time.
+    # Triton knows multiples of 16 by itself. This shows it those of ALIGN, so that it loads so many numbers at a time.
     n_cols, x_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride)]
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
@@ -1145,15 +1145,15 @@ def layer_norm(
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
         costs no accuracy. Rows of any length work (with a gradient below 2**31): up to 24576 elements (12288 in
-        float64) stay in registers, and up to 96 KiB of a row that can be read 16 bytes at a time; longer ones are read
-        twice. The gradients keep up to 10240 elements of 16 bits there, 5120 of float32 (8192 if that is a multiple of
-        16 bytes), and 2048 of float64. On Hopper, longer rows stay on the chip and are read once, up to 6 MiB of a row
-        forward (or of the weight, where it is wider) and 3 MiB backward on an H200, and up to an eighth of that where a
-        row's length is no multiple of 16 bytes; for this they must not be float64. All this is for x and an incoming
-        gradient that are of one width, begin at a multiple of 16 bytes and have rows with a multiple of 16 bytes
-        between them, like any new tensor; the gradients of others keep up to 4096 elements, and may be read number by
-        number. The gradients are deterministic: the same inputs on the same GPU give the same bits. (How many rows
-        there are may change the last bits of each.) Second derivatives are supported by autograd, through torch
+        float64) stay in registers, and up to 96 KiB of a row that can be read four numbers at a time; longer ones are
+        read twice. The gradients keep up to 10240 elements of 16 bits there, 5120 of float32 (8192 if that is a
+        multiple of 16 bytes), and 2048 of float64. On Hopper, longer rows stay on the chip and are read once, up to 6
+        MiB of a row forward (or of the weight, where it is wider) and 3 MiB backward on an H200, and up to an eighth of
+        that where a row's length is no multiple of 16 bytes; for this they must not be float64. All this is for x and
+        an incoming gradient that are of one width, begin at a multiple of 16 bytes and have rows with a multiple of 16
+        bytes between them, like any new tensor; the gradients of others keep up to 4096 elements, and may be read
+        number by number. The gradients are deterministic: the same inputs on the same GPU give the same bits. (How many
+        rows there are may change the last bits of each.) Second derivatives are supported by autograd, through torch
         operations, and not by the transforms of ``torch.func``.
 
     Example:

@@ -29,8 +29,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, tor
 # One program keeps at most this much of its rows in registers, counted in the dtype of the statistics: half of the
 # register file of one multiprocessor. Longer rows are read twice, or on Hopper wait in shared memory.
 _MAX_ROW_BYTES = 128 * 1024
-# Of 16-bit rows that can be loaded 16 bytes at a time registers hold more columns: forward as exponentials, a register
-# each, and backward, where two tensors wait, as they came, two numbers in a register.
+# Of 16-bit rows that can be loaded four numbers at a time, or eight, registers hold more columns: forward as
+# exponentials, a register each, and backward, where two tensors wait, as they came, two numbers in a register.
 PACKED_COLS = 48 * 1024, 32 * 1024
 # Longer rows than this (backward, than twice this) have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024
@@ -79,7 +79,7 @@ def _softmax_fwd_kernel(
     STATS_DTYPE: tl.constexpr = tl.float32,
 ):
     """Program i owns rows i * BLOCK_ROWS to (i + 1) * BLOCK_ROWS: out = exp(x - max(x)) / sum(exp(x - max(x)))."""
-    # Triton knows multiples of 16 by itself. This shows it what is one of 8, so that it loads 16 bytes at a time.
+    # Triton knows multiples of 16 by itself. This shows it those of ALIGN, so that it loads so many numbers at a time.
     n_cols, x_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride)]
     # int64 before the product with a stride: a tensor may hold more than 2**31 elements.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -910,7 +910,7 @@ def _block(
     longest = PACKED_COLS[is_backward] if packed else _MAX_ROW_BYTES // (len(inputs) * (8 if wide else 4))
     if n_cols > longest:
         return None
-    # Numbers that cannot be loaded 16 bytes at a time take a register each, so they are spread over more threads.
+    # Numbers that cannot be loaded four at a time take a register each, so they are spread over more threads.
     if is_backward:
         if packed:
             return (1024, 4) if n_cols <= 8192 else (2048, 8)
@@ -1120,7 +1120,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
 
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
-        in torch. Up to 32768 columns (16384 for float64, 49152 of a 16-bit dtype whose rows are 16-byte aligned) a row
+        in torch. Up to 32768 columns (16384 for float64, 49152 of a 16-bit dtype whose rows are 8-byte aligned) a row
         is read once and stays on the chip; longer ones are read twice, the second time from the L2 cache while it fits
         there. (Backward these are 16384, 8192 and 32768 columns.) On Hopper longer 16-bit or float32 rows are read
         once, too, if there are two or more, with up to 8 MiB each (on an H200) and at least 4 MiB together, if x is
