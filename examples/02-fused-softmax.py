@@ -436,7 +436,8 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 #
 # `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64 and 49152 of 16 bits, stay in
 # registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the kernel with the chunks takes its
-# place, and that of the blocks for odd rows of 16 bits and over 8 KiB, if rows lie in memory as it needs. Other kernels
+# place, and that of the blocks for odd rows of 16 bits and over 8 KiB, and on an H200, whose memory is faster than an
+# H100's, for all of 16 bits and over 40 KiB, if rows lie in memory as it needs. Other kernels
 # serve rows that are not dense, as the classes of an image's pixels are not, and rows that are few and long. Both have
 # sections below.
 
@@ -627,9 +628,9 @@ report_log
 # the faster of the two others, and at the longest at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at
 # 256000`. The odd length, with which each row begins somewhere else in its vectors, shows little: with it we are at
 # :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate, between
-# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000` with 32000, whose rows wait in
-# registers, and :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 128256` with 128256, in
-# parts.
+# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000` with 32000, whose rows waited in
+# registers when this was measured, and :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at
+# 128256` with 128256, in parts.
 
 # %%
 # Eight trips, three trips, two
@@ -709,8 +710,8 @@ ladder
 # At 5120 columns blocks without idle lanes are worth little, :measured:`softmax-ladder-fp16: safe, in blocks / safe,
 # row in registers at 5120`: there are registers for the idle ones, too. At 12288 they are worth
 # :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 12288`. At 32768 they have too few
-# threads: with 128 of them this rung spills. The library takes 512 threads for the same kernel there, and is
-# :measured:`softmax-ladder-fp16: triton_gallery / safe, in blocks at 32768` as fast.
+# threads: with 128 of them this rung spills. When this was measured, the library took 512 threads for the same kernel
+# there, and was :measured:`softmax-ladder-fp16: triton_gallery / safe, in blocks at 32768` as fast.
 #
 # Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
 # of a copy's rate at the right end, where eight trips leave a quarter; we have not looked into why. And at 4096 columns
@@ -1085,8 +1086,9 @@ for each in (report, report_backward, report_log, report_across, report_short, r
 # reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16401` of a copy of as many bytes, with 16384
 # :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. At 3905 columns, moved in whole vectors by
 # `tl`, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905`. But the lowest share is
-# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at worst`, at 32768 columns, where a row is in the
-# registers of 512 threads. Where the matrix ends between
+# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at worst`, at 32768 columns. There a row was in the
+# registers of 512 threads, as it is on an H100. Earlier records of the H200 were higher, from the kernel with the
+# chunks, which has taken these rows back since. Where the matrix ends between
 # two multiples of 16 bytes, the kernel with the chunks leaves its last row to another one, in a launch of its own; that
 # of `tl` loads this row number by number. And all of this works if a row
 # of the result begins as far behind a multiple of 16 bytes as the row of the input does. Rows cut out of a wider matrix

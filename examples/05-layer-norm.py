@@ -762,14 +762,15 @@ few_report
 # there is a third trip, which leaves two thirds of a copy's rate. If there are two programs on each of 132
 # multiprocessors, rows of 65536 numbers take 33 MiB together and rows of 131072 take 66 MiB. An H200's L2 cache has 60.
 #
-# On Hopper the library does not let go. A row of more than 40960 numbers (24576, if they have 32 bits) lies in parts on
-# several multiprocessors, up to 6 MiB of it on an H200. The programs of the parts tell each other what they have found:
-# page two explains how they can, why that needs a *cooperative* launch, and that they send what they have found of a
-# row before they write the row ahead of it. There they exchange a maximum and a sum, here a mean and a sum of squared
-# distances, and Chan's formula from above, which joined the lanes of a program, joins programs. A part has up to 4 KiB,
-# and its program a single warp, of which a multiprocessor holds twelve. That leaves each of them a twelfth of the
-# registers, and there it keeps weight and bias: all of its rows share them. To load both again for each row would take
-# twice as many bytes as `x` has from the L2 cache, and would keep the longest rows far below a copy's rate.
+# On Hopper the library does not let go. A row of more than 24576 numbers (on an H100 of 40960, if they have 16 bits)
+# lies in parts on several multiprocessors, up to 6 MiB of it on an H200. The programs of the parts tell each other what
+# they have found: page two explains how they can, why that needs a *cooperative* launch, and that they send what they
+# have found of a row before they write the row ahead of it. There they exchange a maximum and a sum, here a mean and a
+# sum of squared distances, and Chan's formula from above, which joined the lanes of a program, joins programs. A part
+# has up to 4 KiB, and its program a single warp, of which a multiprocessor holds twelve. That leaves each of them a
+# twelfth of the registers, and there it keeps weight and bias: all of its rows share them. To load both again for each
+# row would take twice as many bytes as `x` has from the L2 cache, and would keep the longest rows far below a copy's
+# rate.
 #
 # The order of the first loads counts, too. A program asks for its part of the first row, then for the weight, the
 # second row, the bias and the third row. If it asked for the three rows first, weight and bias would come last. Nothing
@@ -812,12 +813,13 @@ long_report
 
 # %%
 # The bytes that are counted are the same at every point. What changes is where a row is when it is needed for the
-# second time. Up to 40960 numbers one program keeps it in registers. With 24576, of which 256 threads hold 96 each, we
-# reach :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 24576` of a copy's rate, and with
-# 32768, which take 1024 threads, :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768`.
-# Registers would do up to 49152 numbers, but they are no quicker that far out than parts on several multiprocessors. So
-# longer rows lie in parts, at :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 49152` with
-# 49152 numbers, :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536` with 65536, and
+# second time. When this was measured, one program kept up to 40960 numbers in registers, as it does on an H100. With
+# 24576, of which 256 threads hold 96 each, we reach :measured:`layer-norm-long-fp16: triton_gallery / copy of as many
+# bytes at 24576` of a copy's rate, and with 32768, which take 1024 threads, :measured:`layer-norm-long-fp16:
+# triton_gallery / copy of as many bytes at 32768`. An H200 is quicker with parts on several multiprocessors, as earlier
+# records had them there, and takes them again since. Longer rows lie in parts on both, at
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 49152` with 49152 numbers,
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536` with 65536, and
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where 128
 # programs wait for the last of them in each row.
 #

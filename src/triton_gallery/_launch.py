@@ -381,6 +381,12 @@ def is_hopper(device: torch.device) -> bool:
     return cuda_arch(device) == 90
 
 
+@functools.cache
+def has_fast_memory(device: torch.device) -> bool:
+    """Whether a Hopper GPU has an H200's memory, faster than an H100's; compile-only calls stand for an H200."""
+    return device.type == "meta" or torch.cuda.get_device_properties(device).total_memory > 100e9
+
+
 def is_amd(device: torch.device) -> bool:
     """Whether kernels run on (or are compiled for) an AMD GPU."""
     if device.type == "meta":

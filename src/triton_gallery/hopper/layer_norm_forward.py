@@ -7,7 +7,7 @@ there meanwhile.
 
 import torch
 
-from .._launch import cdiv, launch, num_multiprocessors
+from .._launch import cdiv, has_fast_memory, launch, num_multiprocessors
 from .._vectors import rows_begin_alike
 from ._gluon import async_copy, gl, gluon
 from .exchange import at_a_time, mailboxes, max_parts, receive, send
@@ -36,9 +36,9 @@ _STEPS = 2
 # multiprocessor: so few that each thread has the registers for its share of weight and bias.
 _STAGES = 3
 _PROGRAMS = 12
-# Rows of more numbers than the first are taken (than the second, if they have 16 bits and begin with a vector). So are
-# rows that begin anywhere, of more numbers than the third, where x has no fewer bytes than the fourth. tl's kernels are
-# faster for all others: measured on an H200, and the second on an H100.
+# Rows of more numbers than the first are taken (than the second on an H100, if they have 16 bits and begin with a
+# vector). So are rows that begin anywhere, of more numbers than the third, where x has no fewer bytes than the fourth.
+# tl's kernels are faster for all others: measured on an H200, and the second on an H100.
 _LONG, _LONG_16_BIT, _LONG_UNALIGNED, _MIN_BYTES_UNALIGNED = 24576, 40960, 8184, 16 * 2**20
 
 
@@ -244,7 +244,7 @@ def plan_forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
         return None
     vector = 16 // x.element_size()
     aligned = n_cols % vector == 0
-    long = _LONG_16_BIT if aligned and vector == 8 else _LONG
+    long = _LONG_16_BIT if aligned and vector == 8 and not has_fast_memory(x.device) else _LONG
     if not pays(x, aligned, long, _LONG_UNALIGNED, _MIN_BYTES_UNALIGNED) or not rows_begin_alike(vector, n_cols, x):
         return None
     # A part of the widest tensor is no longer than _PART_BYTES, with what it may begin late by. Parts of aligned rows

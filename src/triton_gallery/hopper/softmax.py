@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._launch import cdiv, launch, num_multiprocessors
+from .._launch import cdiv, has_fast_memory, launch, num_multiprocessors
 from ..softmax import PACKED_COLS
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
 from .exchange import at_a_time, mailboxes, max_parts, receive, registers_for, send
@@ -275,8 +275,10 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
     Where a row of x begins between two multiples of 16 bytes, there the row of the output must begin as well.
     """
     row_bytes = n_cols * x.element_size()
-    # Below, tl's kernel keeps the row in registers. Where it cannot load 16 bytes at a time, this one is soon faster.
-    at_least = {2: 2 * PACKED_COLS[0] if row_bytes % 16 == 0 else 8 * 1024, 4: 128 * 1024}.get(x.element_size())
+    # Below, tl's kernel keeps the row in registers. Where it cannot load 16 bytes at a time, this one is soon faster,
+    # and on an H200 where rows have parts.
+    long = _PLANS[0].max_row_bytes if has_fast_memory(x.device) else 2 * PACKED_COLS[0]
+    at_least = {2: long if row_bytes % 16 == 0 else 8 * 1024, 4: 128 * 1024}.get(x.element_size())
     if at_least is None or n_rows == 1 or not at_least < row_bytes < 2**31:
         return 0
     if (row_stride - n_cols) * x.element_size() % 16 != 0 or x.data_ptr() % 16 != 0:
