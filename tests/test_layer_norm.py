@@ -296,6 +296,15 @@ def test_rows_on_several_multiprocessors_match_torch(norm, dtype, n_rows, n_cols
         check(norm, x[2:].clone(), (n_cols,), params)
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["H200", "H100"])
+def test_from_where_on_rows_lie_in_parts_is_up_to_the_memory(fast, monkeypatch):
+    kernels = pytest.importorskip("triton_gallery.hopper.layer_norm_forward", exc_type=ImportError)
+    monkeypatch.setattr(kernels, "has_fast_memory", lambda device: fast)
+    for n_cols, in_parts in ((24_576, False), (24_584, fast), (40_960, fast), (40_968, True)):
+        x = torch.empty(4096, n_cols, device="meta", dtype=torch.float16)
+        assert (kernels.plan_forward(x, None, None) is not None) == in_parts
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_parts_cover_each_row(dtype, direction):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import triton_gallery as tg
 from accuracy import DEVICE, FUZZ, LAYOUTS, assert_as_accurate_as_torch, assert_lanes_agree, laid_out
 from triton_gallery import hopper
-from triton_gallery._launch import is_hopper
+from triton_gallery._launch import has_fast_memory, is_hopper
 
 # The package's name `softmax` is the function; this is its module.
 module = importlib.import_module("triton_gallery.softmax")
@@ -230,7 +230,8 @@ def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
     # More rows than programs: each program has several, one after another.
     wide = torch.randn(800 if n_cols < 70_000 else 300, n_cols + 24, device=device).mul(3).to(dtype)
     x = wide[:, 16:-8]
-    in_registers = n_cols <= 32_768 if dtype == torch.float32 else n_cols % 8 == 0 and n_cols <= module.PACKED_COLS[0]
+    packed = 20_480 if has_fast_memory(x.device) else module.PACKED_COLS[0]
+    in_registers = n_cols <= 32_768 if dtype == torch.float32 else n_cols % 8 == 0 and n_cols <= packed
     if not in_registers:
         assert hopper.load("softmax").supported_rows(x, len(x), n_cols, n_cols + 24) >= len(x) - 1
     check(op, x)
@@ -350,6 +351,15 @@ def test_the_last_row_ends_with_the_memory(op, n_rows, device):
 @pytest.mark.parametrize("step", [1, 3, 8])
 def test_rows_that_overlap(op, step, device):
     check(op, torch.randn(20_001 + 300 * step, device=device).mul(3).half().unfold(0, 20_001, step))
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["H200", "H100"])
+def test_from_where_on_rows_lie_in_parts_is_up_to_the_memory(fast, monkeypatch):
+    chunks = pytest.importorskip("triton_gallery.hopper.softmax", exc_type=ImportError)
+    monkeypatch.setattr(chunks, "has_fast_memory", lambda device: fast)
+    for n_cols, in_parts in ((20_480, False), (20_488, fast), (49_152, fast), (49_160, True)):
+        x = torch.empty(4096, n_cols, device="meta", dtype=torch.float16)
+        assert chunks.supported_rows(x, 4096, n_cols, n_cols) == (4096 if in_parts else 0)
 
 
 def test_rows_that_overlap_are_not_read_past_their_memory():
