@@ -39,6 +39,7 @@ CALLS = [
     (tg.softmax, [random(37, 2501)]),
     (tg.softmax, [random(37, 5008)]),
     (tg.softmax, [random(3, 16400)]),
+    (tg.softmax, [random(300, 16400)]),
     (tg.softmax, [random(300, 20001)]),
     (tg.softmax, [random(70, 110600)]),
     (tg.softmax, [random(70, 160001)]),

@@ -185,6 +185,18 @@ def test_softmax_around_the_longest_row_in_registers(dtype, device):
 
 
 @OPS
+@pytest.mark.parametrize("n_cols", [4096, 8188, 16_384, 16_392, 33_000])
+def test_gradient_of_rows_that_are_read_twice(op, n_cols, device, monkeypatch):
+    monkeypatch.setattr(module, "is_hopper", lambda device: True)
+    monkeypatch.setattr(module, "has_fast_memory", lambda device: True)
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 0)
+    monkeypatch.setattr(hopper, "load", lambda name: None)
+    launched = record_launches(monkeypatch)
+    check(op, torch.randn(3, n_cols, device=device).mul(3).half())
+    assert (module._softmax_bwd_twice_kernel in launched) == (op == "softmax" or n_cols > 8192)
+
+
+@OPS
 @pytest.mark.parametrize("n_cols", [2049, 4104, 8193, 8200, 13_313, 16_383, 20_000])
 def test_gradient_of_rows_in_blocks(op, n_cols, device, monkeypatch):
     launched = record_launches(monkeypatch)
@@ -230,7 +242,7 @@ def test_long_rows_that_stay_on_the_chip(op, dtype, n_cols, device):
     # More rows than programs: each program has several, one after another.
     wide = torch.randn(800 if n_cols < 70_000 else 300, n_cols + 24, device=device).mul(3).to(dtype)
     x = wide[:, 16:-8]
-    packed = 20_480 if has_fast_memory(x.device) else module.PACKED_COLS[0]
+    packed = 26_624 if has_fast_memory(x.device) else module.PACKED_COLS[0]
     in_registers = n_cols <= 32_768 if dtype == torch.float32 else n_cols % 8 == 0 and n_cols <= packed
     if not in_registers:
         assert hopper.load("softmax").supported_rows(x, len(x), n_cols, n_cols + 24) >= len(x) - 1
@@ -357,7 +369,7 @@ def test_rows_that_overlap(op, step, device):
 def test_from_where_on_rows_lie_in_parts_is_up_to_the_memory(fast, monkeypatch):
     chunks = pytest.importorskip("triton_gallery.hopper.softmax", exc_type=ImportError)
     monkeypatch.setattr(chunks, "has_fast_memory", lambda device: fast)
-    for n_cols, in_parts in ((20_480, False), (20_488, fast), (49_152, fast), (49_160, True)):
+    for n_cols, in_parts in ((26_624, False), (26_632, fast), (49_152, fast), (49_160, True)):
         x = torch.empty(4096, n_cols, device="meta", dtype=torch.float16)
         assert chunks.supported_rows(x, 4096, n_cols, n_cols) == (4096 if in_parts else 0)
 

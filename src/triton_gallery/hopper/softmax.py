@@ -17,6 +17,9 @@ from .exchange import at_a_time, mailboxes, max_parts, receive, registers_for, s
 
 # Vectors of 16 bytes per thread in a chunk.
 _STEPS = 2
+# Rows of more 16-bit numbers lie in parts on an H200. Shorter ones stay in registers, if they can be loaded several
+# numbers at a time.
+_LONG_16_BIT = 26 * 1024
 # Fewer bytes than this, all rows together, are read twice in less time than the parts need to agree.
 _MIN_BYTES_OF_PARTS = 4 * 1024 * 1024
 
@@ -275,9 +278,8 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
     Where a row of x begins between two multiples of 16 bytes, there the row of the output must begin as well.
     """
     row_bytes = n_cols * x.element_size()
-    # Below, tl's kernel keeps the row in registers. Where it cannot load 16 bytes at a time, this one is soon faster,
-    # and on an H200 where rows have parts.
-    long = _PLANS[0].max_row_bytes if has_fast_memory(x.device) else 2 * PACKED_COLS[0]
+    # Below, tl's kernel keeps the row in registers. Where it cannot load 16 bytes at a time, this one is soon faster.
+    long = 2 * (_LONG_16_BIT if has_fast_memory(x.device) else PACKED_COLS[0])
     at_least = {2: long if row_bytes % 16 == 0 else 8 * 1024, 4: 128 * 1024}.get(x.element_size())
     if at_least is None or n_rows == 1 or not at_least < row_bytes < 2**31:
         return 0
