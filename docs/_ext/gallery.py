@@ -42,7 +42,7 @@ REFERENCES = ROOT / "docs" / "refs.bib"
 GUIDE = ROOT / "docs" / "programming-guide"
 
 # The record in the README's picture
-README_RECORD = "attention-fwd-d128-causal-fp16", "nvidia-h100-80gb-hbm3"
+README_RECORD = "attention-fwd-d128-causal-fp16", "nvidia-h200"
 
 _HEADER = "GALLERY_HEADER.rst"
 _PAGES = "[0-9][0-9]-*.py"
