@@ -211,7 +211,8 @@ plt.show()
 #   whichever is the largest that divides lengths and strides; the default of 1 says nothing.
 # - `num_warps` is not in the kernel but a matter of the launch: over how many warps a tile spreads. The longer the row,
 #   the more warps it takes to keep each thread's share small. The library's tile of 1024 numbers takes two; longer
-#   rows, in the kernels below, take 1 to 16, from small tables that were measured; page three has a clock choose.
+#   rows, in the kernels below, take 1 to 16, and 32 in one kernel of the gradient, from small tables that were
+#   measured; page three has a clock choose.
 
 # %%
 # It agrees with torch on an awkward shape
@@ -396,8 +397,8 @@ plt.show()
 # 5113 numbers, and from 192 to 1024 where the matrix has 6 MiB or more. Page five explains how. The others are loaded 4
 # or 2 numbers at a time where that divides the length, and number by number where it does not.
 #
-# Such a row of odd length and up to 40 KiB has a program to itself, and a multiprocessor room for at least five. Longer
-# rows, of any length, are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
+# Rows of odd length and up to 40 KiB have a program each, and a multiprocessor has room for at least five. All longer
+# rows that come here are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
 # work at the same time. They meet in the middle of their work, which a section below is about.
 
 # %%
@@ -434,12 +435,12 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 # From kernels to a function
 # --------------------------
 #
-# `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64 and 49152 of 16 bits, stay in
-# registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the kernel with the chunks takes its
-# place, and that of the blocks for odd rows of 16 bits and over 8 KiB, and on an H200, whose memory is faster than an
-# H100's, for all of 16 bits and over 40 KiB, if rows lie in memory as it needs. Other kernels
-# serve rows that are not dense, as the classes of an image's pixels are not, and rows that are few and long. Both have
-# sections below.
+# `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64 and 49152 of 16 bits that can be
+# loaded four at a time, stay in registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the
+# kernel with the chunks takes its place, and that of the blocks for odd rows of 16 bits and over 8 KiB, and on an H200,
+# whose memory is faster than an H100's, for all of 16 bits and over 52 KiB, if rows lie in memory as it needs. Other
+# kernels serve rows that are not dense, as the classes of an image's pixels are not, and rows that are few and long.
+# Both have sections below.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -460,8 +461,9 @@ except ValueError as error:
 # and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64), and up to 32768 of
 # float16 and bfloat16 where all rows begin at a multiple of 8 bytes: their numbers wait for the sum as they were
 # loaded, two in a register. On Hopper longer rows wait in parts on several multiprocessors, if there are two or more of
-# them and 4 MiB together. Others are read twice, the second time from the L2 cache while they fit there. Only :math:`y`
-# has to be kept for it, not :math:`x`.
+# them and 4 MiB together. Others are read twice, the second time from the L2 cache while they fit there. (So are, on
+# Hopper, 16-bit rows of 14337 to 24576 columns, and of 32769 to 49152, if there are more of them than multiprocessors;
+# why, the measurement below tells.) Only :math:`y` has to be kept for it, not :math:`x`.
 
 x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
 dy = torch.randn_like(x)
@@ -563,20 +565,26 @@ report_backward.plot()
 report_backward
 
 # %%
-# Up to 32768 columns a row of ours waits in registers for its sum. `torch.compile` has kernels that walk a row twice,
-# from 2048 columns on, and the second walk finds it in a cache. We are well ahead at 2048 columns, at 3905, an odd
-# number, at 20000 and at 65536. Its rate jumps from length to length, and where the length is a power of two it can be
-# ahead: at 4096 columns we are at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 4096` of its rate, at
-# 8192 at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 8192` and at 16384 at
-# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 16384`.
+# Where the length is no power of two, we are ahead of both. Where it is one, the rate of `torch.compile` jumps up: at
+# 2048 columns we are at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048` of its rate, at 4096 at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 4096`, at 8192 at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 8192`, at 16384 at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 16384` and at 32768 at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 32768`.
 #
-# How can two walks be quicker than one? The loads of the first carry the hint `evict_last`. When we gave ours the hint,
-# although they read nothing twice, they were about as quick. Then we let the last flush before each call read memory
-# instead of writing zeros to it. Now, up to 4096 columns, the hint made no difference, nor did it matter which of the
-# two kernels ran. So this lead comes from a cache full of zeros that memory does not have yet: the guide's chapter
-# *What makes a kernel fast* has a section on how cold a cache is. What makes it beyond 4096 columns we have not found
-# out. In a row of kernels, as in a program, the hint gained next to nothing, and at some sizes it slowed the kernel
-# that reads what the one before wrote. So these kernels do without. No record holds these trials.
+# Up to 14336 columns ours has a row in registers until it knows the sum; from 2048 on `torch.compile` has kernels that
+# walk a row twice, and the second walk finds it in a cache. How can two walks be quicker than one? The loads of the
+# first carry the hint `evict_last`. When we gave ours the hint, although they read nothing twice, they were about as
+# quick. Then we let the last flush before each call read memory instead of writing zeros to it. Now, up to 12288
+# columns, neither the hint nor a second walk gained anything to speak of. So at these lengths the lead comes from a
+# cache full of zeros that memory does not have yet: the guide's chapter *What makes a kernel fast* has a section on how
+# cold a cache is. In a row of kernels, as in a program, the hint gained next to nothing, and at some sizes it slowed
+# the kernel that reads what the one before wrote. So these kernels do without.
+#
+# Beyond 14336 columns two walks are quicker whatever the flush leaves. A row that waits takes so many registers there
+# that a multiprocessor has room for few threads. A thread that keeps nothing but its sum needs so few that there can be
+# 2048 of them, as many as a multiprocessor takes, and the more of them wait for memory, the more of it is on its way.
+# So here ours walks twice as well (`_softmax_bwd_twice_kernel`). No record holds these trials.
 #
 # Longer rows lie in parts on several multiprocessors, as they do forward. At 65536 we reach
 # :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 65536` of a copy's rate. There `torch.compile`
@@ -628,9 +636,9 @@ report_log
 # the faster of the two others, and at the longest at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at
 # 256000`. The odd length, with which each row begins somewhere else in its vectors, shows little: with it we are at
 # :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate, between
-# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000` with 32000, whose rows waited in
-# registers when this was measured, and :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at
-# 128256` with 128256, in parts.
+# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000` with 32000, whose rows lie in
+# parts forward and wait in registers backward, and :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as
+# many bytes at 128256` with 128256, in parts both ways.
 
 # %%
 # Eight trips, three trips, two
@@ -710,8 +718,8 @@ ladder
 # At 5120 columns blocks without idle lanes are worth little, :measured:`softmax-ladder-fp16: safe, in blocks / safe,
 # row in registers at 5120`: there are registers for the idle ones, too. At 12288 they are worth
 # :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 12288`. At 32768 they have too few
-# threads: with 128 of them this rung spills. When this was measured, the library took 512 threads for the same kernel
-# there, and was :measured:`softmax-ladder-fp16: triton_gallery / safe, in blocks at 32768` as fast.
+# threads: with 128 of them this rung spills. On an H200 the library has these rows in parts, and is
+# :measured:`softmax-ladder-fp16: triton_gallery / safe, in blocks at 32768` as fast.
 #
 # Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
 # of a copy's rate at the right end, where eight trips leave a quarter; we have not looked into why. And at 4096 columns
@@ -944,13 +952,14 @@ report_short
 # So there are only as many programs as have room at a time, and each takes its part of one row, then the same part of
 # another.
 #
-# The library takes this second way for two rows or more that registers cannot hold, if all of them together have 4 MiB
-# or more, and if the GPU has room for a whole row. With four parts of 16 KiB on each of 132 multiprocessors, that ends
-# a little beyond 8 MiB. The gradient does the same (`hopper/softmax_backward.py`), for rows of up to a little more than
-# 4 MiB. The first way is for what is left where rows are few and have 128 KiB or more (beyond 32 rows, more than that):
-# a single one, less together, longer ones, float64, a matrix that does not begin at a multiple of 16 bytes, or in which
-# the distance from a row's end to the next row is no such multiple, and other GPUs; and for rows across memory of more
-# than 2048 columns, or 1024 in float64 and in the gradient. All others take the online kernel, or stay in registers.
+# The library takes this second way for two rows or more that registers cannot hold (on an H200, for those of 16 bits
+# and over 52 KiB), if all of them together have 4 MiB or more, and if the GPU has room for a whole row. With four parts
+# of 16 KiB on each of 132 multiprocessors, that ends a little beyond 8 MiB. The gradient does the same
+# (`hopper/softmax_backward.py`), for rows of up to a little more than 4 MiB. The first way is for what is left where
+# rows are few and have 128 KiB or more (beyond 32 rows, more than that): a single one, less together, longer ones,
+# float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next
+# row is no such multiple, and other GPUs; and for rows across memory of more than 2048 columns, or 1024 in float64 and
+# in the gradient. All others take the online kernel, or one of those for rows that a multiprocessor can hold.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.
@@ -1085,15 +1094,15 @@ for each in (report, report_backward, report_log, report_across, report_short, r
 # Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose some: with 16401 columns we
 # reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16401` of a copy of as many bytes, with 16384
 # :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. At 3905 columns, moved in whole vectors by
-# `tl`, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905`. But the lowest share is
-# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at worst`, at 32768 columns. There a row was in the
-# registers of 512 threads, as it is on an H100. Earlier records of the H200 were higher, from the kernel with the
-# chunks, which has taken these rows back since. Where the matrix ends between
-# two multiples of 16 bytes, the kernel with the chunks leaves its last row to another one, in a launch of its own; that
-# of `tl` loads this row number by number. And all of this works if a row
-# of the result begins as far behind a multiple of 16 bytes as the row of the input does. Rows cut out of a wider matrix
-# need not. Up to 32768 columns these are read in blocks, longer ones by the online kernel, whose loads then move one
-# number instead of eight.
+# `tl`, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905`. The lowest share is
+# :measured:`softmax-fp16: triton_gallery / copy of as many bytes at worst`, at 781 columns, in the same kernel. Rows in
+# parts are at :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 32768` with 32768 columns and with
+# 41393 at :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 41393`. Where the matrix ends
+# between two multiples of 16 bytes, the kernel with the chunks leaves its last row to another one, in a launch of its
+# own; that of `tl` loads this row number by number. And all of this works if a row of the result begins as far behind a
+# multiple of 16 bytes as the row of the input does. Rows cut out of a wider matrix need not. Up to 32768 columns (49152
+# where numbers can be loaded four at a time) these are read in blocks, longer ones by the online kernel, whose loads
+# then move fewer than eight numbers at a time.
 
 # %%
 # Break it: pad with zeros

@@ -702,7 +702,7 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # across the barriers of a sum. In longer rows, which take the kernel with blocks, weight and bias loaded early wait in
 # registers for as long as the row does. With 6144 numbers of 16 bits there is room for that. Longer rows would have
 # fewer neighbours on their multiprocessor, which costs more than it saves, unless there are so few that all programs
-# run at once. Then the library loads early, too, and spreads a row over more threads.
+# run at once. Then the library loads early, too. Few rows of more than 10240 numbers it also spreads over more threads.
 #
 # Here are rows of 4096 bfloat16 numbers, from one of them to a thousand. We count the bytes of the weight and the bias
 # as well: for one row they are half of all.
@@ -813,15 +813,14 @@ long_report
 
 # %%
 # The bytes that are counted are the same at every point. What changes is where a row is when it is needed for the
-# second time. When this was measured, one program kept up to 40960 numbers in registers, as it does on an H100. With
-# 24576, of which 256 threads hold 96 each, we reach :measured:`layer-norm-long-fp16: triton_gallery / copy of as many
-# bytes at 24576` of a copy's rate, and with 32768, which take 1024 threads, :measured:`layer-norm-long-fp16:
-# triton_gallery / copy of as many bytes at 32768`. An H200 is quicker with parts on several multiprocessors, as earlier
-# records had them there, and takes them again since. Longer rows lie in parts on both, at
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 49152` with 49152 numbers,
-# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536` with 65536, and
+# second time. Up to 24576 numbers one program keeps it in registers. With 24576, of which 256 threads hold 96 each, we
+# reach :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 24576` of a copy's rate. Longer rows
+# lie in parts on several multiprocessors: with 32768 numbers it is
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 32768`, with 65536
+# :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 65536`, and
 # :measured:`layer-norm-long-fp16: triton_gallery / copy of as many bytes at 262144` at the right end, where 128
-# programs wait for the last of them in each row.
+# programs wait for the last of them in each row. (An H100, whose memory is slower, is quicker with up to 40960 numbers
+# in registers, those of 1024 threads.)
 #
 # To read twice need not cost a trip. `torch.compile` does so at every length here. At 16384 columns we run at
 # :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` its rate, and at 32768 at
@@ -966,9 +965,10 @@ rms_report
 # 2, are as quick in the plain kernels, which read so many numbers at a time. Other odd rows of up to 24576 they load
 # number by number, shorter ones in small programs, each of which has not many to wait for. On Hopper the kernel with
 # the parts takes odd rows of more than 8184 numbers where `x` has 16 MiB or more, and all of more than 24576, which
-# other GPUs read twice. Backward, `tl` loads whole vectors of odd rows of 32 numbers or more that stay in registers (up
-# to 10233 numbers of 16 bits, 5117 of float32), but for multiples of 4 between 1024 and 4096 of 16 bits. On Hopper
-# longer ones have parts, but for those of up to 8192 float32 numbers where `x` has less than 32 MiB.
+# other GPUs read twice (multiples of 4 from 49153 on). Backward, `tl` loads whole vectors of odd rows of 32 numbers or
+# more that stay in registers (up to 10233 numbers of 16 bits, 5117 of float32), but for multiples of 4 between 1024 and
+# 4096 of 16 bits. On Hopper longer ones have parts, but for those of up to 8192 float32 numbers where `x` has less than
+# 32 MiB.
 #
 # Here are a forward and a backward pass together, over 128 MiB whatever the length.
 
@@ -1085,13 +1085,12 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 #
 # At most lengths the strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each. At
 # 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate. From 8192
-# on it comes closest where blocks of 2048 fill a row: we run at :measured:`layer-norm-fwd-fp16: triton_gallery /
-# torch.compile at 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 10240`
-# at 10240, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288 and at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` at 14336. In between we are further ahead,
-# at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` its rate at 9216 and at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` at 13824. What makes that we have not found
-# out.
+# on it comes closest at three lengths: we run at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at
+# 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288 and at
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` at 14336, where blocks of 2048 fill a row. In
+# between we are further ahead, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` its rate at
+# 9216 and at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` at 13824. What makes that we have
+# not found out.
 #
 # A large mean breaks the short formula
 # -------------------------------------

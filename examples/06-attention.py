@@ -823,19 +823,24 @@ ladder
 # sequence is. That is far below the dashed line, and the three lines of PyTorch do not even get there: with 16384
 # positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
 #
-# The small kernel is somewhat faster than these lines up to 2048 positions, and about even at 16384. At 8192 they fall
-# to :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048 positions on
-# its own rate hardly changes. It saves the trips to memory, and with them the memory: this is what the formula is good
-# for by itself. But it depends on the cache in its place, and the smaller the tile, the more it asks of that, and the
+# The small kernel makes none of these trips, and still it is no faster than these lines but at one length:
+# its rate over theirs is :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 512` at 512
+# positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 2048` at 2048 and
+# :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at 16384. At 8192 they fall to
+# :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048 positions on its
+# own rate hardly changes. What it saves is the memory of the scores: this is what the formula is good for by itself.
+# For its rate it depends on the cache instead, and the smaller the tile, the more it asks of that, and the
 # smaller are the pieces that it hands to the matrix unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at
 # least, so tiles of 32 have to make do with an older one. And what happens once for a tile of keys, the maximum, the
 # rescaling, the wait for the next tile, happens for every 32 keys. Speed comes with the tile, above all: 64 queries are
 # :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
 # (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
-# The fourth version asks the cache for half as much and waits half as often, and still it is not always faster. Its
-# rate over the third one's is :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 512` at 512
-# positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048 and
+# The fourth version asks the cache for half as much and waits half as often, and still it is faster at one length
+# alone. Its rate over the third one's is
+# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 512` at 512 positions,
+# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048,
+# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at 8192 and
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes from the
 # cache are not enough by themselves. Larger programs have a price, too. There is room
 # for fewer stages, fewer programs share a multiprocessor, eight warps instead of four meet at every tile of keys, and
@@ -1465,8 +1470,8 @@ points |= {f"backward, S = {S}": (5 * S / 8, backward[S]) for S in (512, 2048, 1
 tg.benchmark.roofline(report, points, title="Attention, head dimension 128, float16")
 
 # %%
-# The shortest forward pass stands at the ridge, where slope and flat part meet, and all other points are to the right
-# of it: there the matrix unit sets the limit. With the scores in memory they would be at 64 operations per byte at
+# All points are to the right of the ridge, where slope and flat part meet, and the shortest forward pass is nearest to
+# it: there the matrix unit sets the limit. With the scores in memory they would be at 64 operations per byte at
 # best, however long the sequence: on the slope, where the roof itself is lower than what long sequences reach here.
 
 # %%
@@ -1504,8 +1509,8 @@ print(decode_report.summary())
 # %%
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
 # curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
-# and its division and store at the end, which a short walk along the keys pays for more often. At 16384 positions
-# cuDNN's curve with head dimension 64 is lower again, and ours is a little below its best; why, we have not measured.
+# and its division and store at the end, which a short walk along the keys pays for more often. At 16384 positions our
+# curves and cuDNN's are a little below their best; why, we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count. That is the
@@ -1517,26 +1522,31 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions: {surplus:5.1%} more than is credited, forward {surplus / 2:5.1%}")
 
 # %%
-# So every causal curve begins low, and for ours little of the difference is left at 16384. Our rate over cuDNN's is
+# So every causal curve begins low. At 16384 positions little of the difference is left. With most of ours it has even
+# turned: but for the forward pass with head dimension 64 they are quicker with a mask there than without; why, we have
+# not measured. Our rate over cuDNN's is
 #
 # - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 #   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
 #   the schedule of long and short tiles pays (the sweep of head dimensions measures the latter once more, and says
-#   :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`)
-# - forward with short sequences about even, or a little behind with 512 positions: with head dimension 64 at worst
+#   :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`, as cuDNN reaches
+#   :measured:`attention-fwd-head-dims-fp16: cuDNN at 128` there and
+#   :measured:`attention-fwd-d128-causal-fp16: cuDNN at 4096` here; why, we have not looked into)
+# - forward with short sequences even or ahead: at worst, with head dimension 64,
 #   :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
-#   :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, with 128 and a mask
-#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 512`; from 2048 positions on even or ahead
+#   :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and with 128
+#   :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` and, with a mask,
+#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst`; from 2048 positions on ahead
 # - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
 #   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
 #   triton_gallery / cuDNN at worst` with 64
-# - backward without a mask about even with head dimension 128, from :measured:`attention-bwd-d128-fp16: triton_gallery
-#   / cuDNN at worst` to :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best`, and even or ahead with 64,
-#   from :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16:
-#   triton_gallery / cuDNN at best`
+# - backward without a mask about even, but behind with head dimension 128 and 16384 positions: from
+#   :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d128-fp16:
+#   triton_gallery / cuDNN at best` with 128, and from :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at
+#   worst` to :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at best` with 64
 #
-# (In two earlier records of the same kernels, the backward pass without a mask, with head dimension 64, was far behind
-# at 4096 positions. The cause is unknown.)
+# (In two earlier records of the same kernels, of an H100, the backward pass without a mask, with head dimension 64, was
+# far behind at 4096 positions. The cause is unknown.)
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
@@ -1561,11 +1571,10 @@ for seq_len in (512, 1024, 4096, 16384):
 # default with 4096 positions, at worst :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
 # triton_gallery at worst`, and with 4096 positions :measured:`attention-bwd-deterministic-fp16: triton_gallery
 # deterministic / cuDNN at 4096` the rate of cuDNN in its default mode, at worst
-# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions it is
-# the quicker one of our two, and with 1024 they are about even, at :measured:`attention-bwd-deterministic-fp16:
-# triton_gallery deterministic / triton_gallery at 512` and :measured:`attention-bwd-deterministic-fp16: triton_gallery
-# deterministic / triton_gallery at 1024`; the library does not look at the length. (The summary below has the ratios of
-# this default to all others, also to the deterministic ones.)
+# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions our
+# two are about even, at :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / triton_gallery at
+# 512`, and from 1024 on the default is quicker. (The summary below has the ratios of this default to all others, also
+# to the deterministic ones.)
 #
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
 # FlexAttention's rate.

@@ -287,6 +287,25 @@ if triton.__version__.startswith("3.6."):
     interpreter._patch_lang_tensor = _patch_tensor
 
 
+# Globals of functions that the launch which runs has made the language one that NumPy computes for.
+_patched: set[int] = set()
+
+
+def _patch_language(fn: Callable, patch: Callable = interpreter._patch_lang):
+    """The interpreter does this at every call of a function by a kernel, in half of all its time. Once will do."""
+    if id(fn.__globals__) in _patched:
+        return None
+    scope = patch(fn)
+    if not _patched:  # for the launch itself, which restores the language when it ends
+        restore = scope.restore
+        scope.restore = lambda: (_patched.clear(), restore())
+    _patched.add(id(fn.__globals__))
+    return scope
+
+
+interpreter._patch_lang = _patch_language
+
+
 def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -> None:
     """The interpreter has wrong sums in bfloat16 and wrong float8 numbers: such tensors visit it as float32."""
     widened = {}  # data pointer and dtype of such a tensor's storage -> (its memory, a float32 copy of it)

@@ -17,8 +17,8 @@ from .exchange import at_a_time, mailboxes, max_parts, receive, registers_for, s
 
 # Vectors of 16 bytes per thread in a chunk.
 _STEPS = 2
-# Rows of more 16-bit numbers lie in parts on an H200. Shorter ones stay in registers, if they can be loaded several
-# numbers at a time.
+# Rows of more 16-bit numbers lie in parts on an H200. Shorter ones stay in registers, if they can be loaded 16 bytes at
+# a time.
 _LONG_16_BIT = 26 * 1024
 # Fewer bytes than this, all rows together, are read twice in less time than the parts need to agree.
 _MIN_BYTES_OF_PARTS = 4 * 1024 * 1024
