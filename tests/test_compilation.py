@@ -141,6 +141,15 @@ CASES = [
     Case("matmul", [MATRIX, MATRIX], HALF, matrix=True, targets=SMALL),
     Case("matmul", [MATRIX, T(1024, 1024)], (F16,), matrix=True),
     Case("matmul", [MATRIX, MATRIX], (F8,), matrix=True, targets=("sm_90", "sm_100")),
+    # Few columns of float8, as they lie and transposed
+    *(
+        Case("matmul", [(m, 16), shape], (F8,), targets=("sm_90",))
+        for m, n in ((64, 64), (1, 256), (8, 256), (256, 1))
+        for shape in ((16, n), T(16, n))
+    ),
+    # Nothing to sum, as for the gradient of a weight from an empty batch; the last rows are no multiple of 128 bytes
+    Case("matmul", [T(128, 0), (0, 1000)], (F16,), targets=("sm_90",)),
+    Case("matmul", [T(3, 128, 0), (3, 0, 1000)], (F16,), targets=("sm_90",)),
     Case("matmul", [MATRIX, MATRIX], (F32, F64)),
     Case("matmul", [MATRIX, MATRIX], (F16,), {"bias": (1024,), "activation": "gelu"}, matrix=True),
     Case("matmul", [(4096, 4096), T(4096, 4096)], (F32,), matrix=True, targets=("sm_90",)),

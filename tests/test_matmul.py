@@ -770,21 +770,6 @@ def test_matmul_opcheck():
     torch.library.opcheck(operator, (a, b, bias, "gelu", None))
 
 
-@pytest.mark.parametrize("shape", [(64, 16, 64), (1, 16, 256), (8, 16, 256), (256, 16, 1)], ids=str)
-def test_few_float8_columns_compile_for_hopper(shape):
-    M, K, N = shape
-    a = torch.empty(M, K, device="meta", dtype=torch.float8_e4m3fn)
-    for b in (torch.empty(K, N, device="meta", dtype=a.dtype), torch.empty(N, K, device="meta", dtype=a.dtype).T):
-        assert tg.codegen.inspect(tg.matmul, a, b, targets=["sm_90"]).kernels
-
-
-@pytest.mark.parametrize("batch", [(), (3,)], ids=["matrix", "batch"])
-def test_nothing_to_sum_compiles_for_hopper(batch):
-    # The gradient of a weight from an empty batch: rows of 1000 numbers do not load 16 bytes at a time.
-    x, dout = (torch.empty(*batch, 0, n, device="meta", dtype=torch.float16) for n in (128, 1000))
-    assert tg.codegen.inspect(tg.matmul, x.mT, dout, targets=["sm_90"]).kernels
-
-
 @pytest.mark.parametrize("d", [1, 2, 3, 7, 8, 132, 4096, 2**20 + 1, 2**29])
 def test_inverses_divide(d):
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
