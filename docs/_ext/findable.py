@@ -26,6 +26,7 @@ MADE = {
     "genindex": "Every function, kernel and term of Triton Gallery, in alphabetical order.",
     "search": "Search the pages, functions and kernels of Triton Gallery.",
 }
+SOURCES = "_modules/"  # where viewcode's pages are
 LONGEST = 200  # characters of a description
 # What is of no use outside a browser
 CHROME = ".headerlink, .sphx-glr-download-link-note, button, input, script, style"
@@ -58,6 +59,8 @@ def _parents(node: nodes.Node):
 
 def _describe(app, pagename, templatename, context, doctree) -> None:
     text = description(doctree) if doctree is not None else MADE.get(pagename)
+    if pagename.startswith(SOURCES):
+        text = f"The source of Triton Gallery: {context['title']}."
     if text:
         context["metatags"] = (
             f'{context.get("metatags", "")}<meta name="description" content="{html.escape(text)}" />\n'
@@ -190,7 +193,7 @@ def _config(app, config) -> None:
     if config.html_baseurl:
         app.setup_extension("sphinx_sitemap")
         config.sitemap_url_scheme = "{link}"
-        config.sitemap_excludes = [f"{name}.html" for name in MADE]
+        config.sitemap_excludes = [*(f"{name}.html" for name in MADE), f"{SOURCES}*"]
 
 
 def setup(app) -> dict:

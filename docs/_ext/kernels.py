@@ -5,6 +5,9 @@ reads the source and imports nothing, so a kernel for another GPU or another ver
 
 To autodoc a kernel is an object without a signature, and in interpreter mode without a docstring too. Two handlers
 take both from the Python function inside, so that ``.. autofunction::`` shows one kernel alike in both modes.
+
+Each function and each kernel links to its source, on a page that viewcode makes of the module. viewcode would import
+the module to find it; three handlers spare it that, and lead back from a kernel to where it is documented.
 """
 
 import ast
@@ -12,9 +15,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 from docutils import nodes
 from gallery import SRC
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docstrings import prepare_docstring
 from sphinx.util.docutils import SphinxDirective
 from triton.runtime.jit import KernelInterface
@@ -41,7 +46,7 @@ class Kernels(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         module = self.arguments[0]
-        path = SRC.joinpath(*module.split(".")).with_suffix(".py")
+        path = _path_of(module)
         if not path.is_file():
             raise self.error(f"kernels: no module {module} in {SRC.name}/")
         self.env.note_dependency(str(path))
@@ -70,9 +75,42 @@ def _process_docstring(app, what, name, obj, options, lines) -> None:
         lines[:] = docstring_of(function.__doc__)
 
 
+def _path_of(module: str) -> Path:
+    return SRC.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def _find_source(app, module: str) -> tuple[str, dict] | None:
+    if not _path_of(module).is_file():
+        return None
+    analyzer = ModuleAnalyzer.for_file(_path_of(module), module)
+    analyzer.find_tags()
+    return analyzer.code, analyzer.tags
+
+
+def _follow_imported(app, module: str, name: str) -> str | None:
+    # A public function is documented as the package's, and viewcode finds its module.
+    return module if name.startswith("_") else None
+
+
+def _source_context(app, pagename, templatename, context, doctree) -> None:
+    """On the page of a module, the links back: viewcode takes all for the package's if its first function is that."""
+    if not pagename.startswith("_modules/triton_gallery/"):
+        return
+    module, known = pagename.removeprefix("_modules/").replace("/", "."), app.env.get_domain("py").objects
+
+    def link(match: re.Match) -> str:
+        return match[0] if match[0].strip('#"') in known else f'#{module}.{match[1]}"'
+
+    context["body"] = re.sub(r'#triton_gallery\.([\w.]+)"', link, context["body"])
+
+
 def setup(app) -> dict:
     app.setup_extension("sphinx.ext.autodoc")
+    app.setup_extension("sphinx.ext.viewcode")
     app.add_directive("kernels", Kernels)
+    app.connect("viewcode-find-source", _find_source)
+    app.connect("viewcode-follow-imported", _follow_imported)
+    app.connect("html-page-context", _source_context)
     app.connect("autodoc-process-signature", _process_signature)
     # Before napoleon, with priority 500, reads the docstring.
     app.connect("autodoc-process-docstring", _process_docstring, priority=400)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gzip
 import http.server
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -14,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "html"
 MODULES = Path(__file__).parent / "node_modules"
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
+# Pages of sources are alike; of these, one.
+PAGES = [name for name in PAGES if not re.match(r"_modules/triton_gallery/(?!softmax\.)", name)]
 # One page of each kind
 KINDS = (
     "index.html",

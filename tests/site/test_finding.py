@@ -1,6 +1,7 @@
 """The built site: its pages are found by search and by programs, and can be taken away."""
 
 import json
+import os
 import re
 import zipfile
 from html import unescape
@@ -41,6 +42,24 @@ def test_every_page_has_a_twin_that_llms_txt_lists(site):
         r"^- \[[^\]]+\]\(([^)]+)\.md\): .", (site / "llms.txt").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert sorted(listed) == sorted(set(documents(site)) - {"index"})
+
+
+def test_every_kernel_leads_to_its_source_and_back(site):
+    found = 0
+    for page in (site / "python-api").glob("*.html"):
+        signatures = re.findall(
+            r'<dt class="sig[^>]* id="(triton_gallery[\w.]*?\.(_\w+))"\s*>(.*?)</dt>',
+            page.read_text(encoding="utf-8"),
+            re.DOTALL,
+        )
+        for anchor, name, signature in signatures:
+            (link,) = re.findall(r'href="([^"#]+)#' + name + r'"><span class="viewcode-link">', signature)
+            source = (page.parent / link).resolve()
+            back = f'href="{os.path.relpath(page, source.parent)}#{anchor}"'
+            text = source.read_text(encoding="utf-8")
+            assert back in text and re.search(f'id="{name}"', text), anchor
+            found += 1
+    assert found > 100
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
