@@ -13,10 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import triton_gallery as tg
+from triton_gallery import _launch
 from triton_gallery._launch import launch_interpreted
 from triton_gallery.trace import Trace
 
@@ -305,6 +307,26 @@ def test_a_launch_warns_of_no_nan(device):
         warnings.simplefilter("error")
         tg.trace(_max_kernel, (1,), x, out, BLOCK=8)
     assert out[0].isnan()
+
+
+@pytest.mark.skipif(not _launch.INTERPRET, reason="a matter of the interpreter")
+def test_a_launch_prepares_the_language_once_and_leaves_it_as_it_was(device, monkeypatch):
+    language, prepared = (tl.load, tl.store, tl.reduce, tl.max), []
+    prepare = interpreter._patch_builtin
+    monkeypatch.setattr(
+        interpreter, "_patch_builtin", lambda place, *args: (prepared.append(place), prepare(place, *args))
+    )
+    x, out = torch.randn(2, 8, device=device)
+    _max_kernel[(1,)](x, out, BLOCK=8)  # the first launch changes what functions see
+    counts = []
+    for n_programs in (1, 5):
+        prepared.clear()
+        _max_kernel[(n_programs,)](x, out, BLOCK=8)  # each program calls tl.max, and that another function
+        counts.append(len(prepared))
+    assert counts[0] == counts[1] and (tl.load, tl.store, tl.reduce, tl.max) == language
+    with pytest.raises(InterpreterError):
+        _max_kernel[(1,)](x, out, BLOCK=7)
+    assert (tl.load, tl.store, tl.reduce, tl.max) == language and not _launch._patched
 
 
 def test_a_launch_leaves_the_filters_of_other_threads():

@@ -287,16 +287,16 @@ if triton.__version__.startswith("3.6."):
     interpreter._patch_lang_tensor = _patch_tensor
 
 
-# Globals of functions that the launch which runs has made the language one that NumPy computes for.
+# Globals of the functions that the running launch has prepared the language for: patched it to compute by NumPy.
 _patched: set[int] = set()
 
 
-def _patch_language(fn: Callable, patch: Callable = interpreter._patch_lang):
-    """The interpreter does this at every call of a function by a kernel, in half of all its time. Once will do."""
+def _patch_language(fn: Callable, patch: Callable = interpreter._patch_lang) -> interpreter._LangPatchScope:
+    """The interpreter does this whenever a kernel calls a function, for a third of its time. Once a launch will do."""
     if id(fn.__globals__) in _patched:
-        return None
+        return interpreter._LangPatchScope()
     scope = patch(fn)
-    if not _patched:  # for the launch itself, which restores the language when it ends
+    if not _patched:  # by the launch itself, which restores the language when it ends
         restore = scope.restore
         scope.restore = lambda: (_patched.clear(), restore())
     _patched.add(id(fn.__globals__))
