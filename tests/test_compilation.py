@@ -265,11 +265,13 @@ def _batch(name: str, target: str) -> str:
 
 
 def _is_slow(name: str, target: str) -> bool:
-    """Three targets take turns with the cases of a function, from the second on; `make fuzz` compiles all for each."""
-    turns = ("sm_80", "sm_100", "gfx942")
+    """The targets take turns with the cases of a function, from the second on; `make fuzz` compiles all for each."""
     function, case = name.split()[0], CALLS[name][1]
     number = [n for n in CALLS if n.split()[0] == function].index(name)
-    return case.slow or (target in turns and number > 0 and number % 3 != turns.index(target))
+    turns = next(
+        (turns for turns in (("sm_80", "sm_100", "gfx942"), ("sm_86", "sm_120")) if target in turns), (target,)
+    )
+    return case.slow or (number > 0 and number % len(turns) != turns.index(target))
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,11 @@ def _follow_imported(app, module: str, name: str) -> str | None:
 
 
 def _source_context(app, pagename, templatename, context, doctree) -> None:
-    """On the page of a module, the links back: viewcode takes all for the package's if its first function is that."""
+    """On the page of a module, what viewcode leaves wrong.
+
+    It takes all functions for the package's, if the first one is, when it links back to them; and puts each function
+    into a block inside of ``<pre>``, where HTML has no blocks.
+    """
     if not pagename.startswith("_modules/triton_gallery/"):
         return
     module, known = pagename.removeprefix("_modules/").replace("/", "."), app.env.get_domain("py").objects
@@ -101,7 +105,9 @@ def _source_context(app, pagename, templatename, context, doctree) -> None:
     def link(match: re.Match) -> str:
         return match[0] if match[0].strip('#"') in known else f'#{module}.{match[1]}"'
 
-    context["body"] = re.sub(r'#triton_gallery\.([\w.]+)"', link, context["body"])
+    body = re.sub(r'#triton_gallery\.([\w.]+)"', link, context["body"])
+    before, code, after = re.fullmatch("(.*<pre>)(.*)(</pre>.*)", body, re.DOTALL).groups()
+    context["body"] = before + code.replace("<div ", "<span ").replace("</div>", "</span>") + after
 
 
 def setup(app) -> dict:

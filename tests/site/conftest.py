@@ -20,7 +20,7 @@ PAGES = [name for name in PAGES if not re.match(r"_modules/triton_gallery/(?!sof
 # One page of each kind
 KINDS = (
     "index.html",
-    "getting-started/tutorials/02-fused-softmax.html",
+    "getting-started/tutorials/01-vector-add.html",
     "programming-guide/chapter-4/softmax-to-attention.html",
     "python-api/softmax.html",
     "search.html",
