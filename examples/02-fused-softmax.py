@@ -566,7 +566,8 @@ report_backward
 
 # %%
 # Where the length is no power of two, we are ahead of both. At the powers from 2048 to 32768 the rate of
-# `torch.compile` jumps up: at 2048 columns we are at :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048` of its rate, at 4096 at
+# `torch.compile` jumps up: at 2048 columns we are at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048` of its rate, at 4096 at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 4096`, at 8192 at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 8192`, at 16384 at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 16384` and at 32768 at
