@@ -16,6 +16,7 @@ from docutils import nodes
 from markdownify import MarkdownConverter
 from sphinx import addnodes
 from sphinx.errors import ExtensionError
+from sphinx.ext.viewcode import OUTPUT_DIRNAME
 
 PICTURE = "_static/social.png"
 PICTURE_SHOWS = "attention-fwd-d128-causal-fp16", "softmax-fp16"  # the first of these records that is not outdated
@@ -26,7 +27,6 @@ MADE = {
     "genindex": "Every function, kernel and term of Triton Gallery, in alphabetical order.",
     "search": "Search the pages, functions and kernels of Triton Gallery.",
 }
-SOURCES = "_modules/"  # where viewcode's pages are
 LONGEST = 200  # characters of a description
 # What is of no use outside a browser
 CHROME = ".headerlink, .sphx-glr-download-link-note, button, input, script, style"
@@ -59,7 +59,7 @@ def _parents(node: nodes.Node):
 
 def _describe(app, pagename, templatename, context, doctree) -> None:
     text = description(doctree) if doctree is not None else MADE.get(pagename)
-    if pagename.startswith(SOURCES):
+    if pagename.startswith(f"{OUTPUT_DIRNAME}/"):
         text = f"The source of Triton Gallery: {context['title']}."
     if text:
         context["metatags"] = (
@@ -193,7 +193,7 @@ def _config(app, config) -> None:
     if config.html_baseurl:
         app.setup_extension("sphinx_sitemap")
         config.sitemap_url_scheme = "{link}"
-        config.sitemap_excludes = [*(f"{name}.html" for name in MADE), f"{SOURCES}*"]
+        config.sitemap_excludes = [*(f"{name}.html" for name in MADE), f"{OUTPUT_DIRNAME}/*"]
 
 
 def setup(app) -> dict:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from docutils import nodes
 from gallery import SRC
+from sphinx.ext.viewcode import OUTPUT_DIRNAME
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docstrings import prepare_docstring
 from sphinx.util.docutils import SphinxDirective
@@ -98,9 +99,9 @@ def _source_context(app, pagename, templatename, context, doctree) -> None:
     It takes all functions for the package's, if the first one is, when it links back to them; and puts each function
     into a block inside of ``<pre>``, where HTML has no blocks.
     """
-    if not pagename.startswith("_modules/triton_gallery/"):
+    if not pagename.startswith(f"{OUTPUT_DIRNAME}/triton_gallery/"):
         return
-    module, known = pagename.removeprefix("_modules/").replace("/", "."), app.env.get_domain("py").objects
+    module, known = pagename.removeprefix(f"{OUTPUT_DIRNAME}/").replace("/", "."), app.env.get_domain("py").objects
 
     def link(match: re.Match) -> str:
         return match[0] if match[0].strip('#"') in known else f'#{module}.{match[1]}"'

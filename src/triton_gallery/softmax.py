@@ -980,7 +980,7 @@ def _block(
 def _block_read_twice(y: torch.Tensor, n_rows: int, n_cols: int, dtype: torch.dtype) -> tuple[int, int] | None:
     """(columns of a block, warps) for rows that the backward pass reads twice; None for others.
 
-    Measured on an H200 and an H100, with a cache that holds nothing that memory does not have yet.
+    Measured on an H100 and on an H200, there also with a cache that holds nothing that memory does not have yet.
     """
     if y.element_size() != 2 or dtype == torch.float64 or not is_hopper(y.device):
         return None
