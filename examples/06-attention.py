@@ -708,6 +708,13 @@ except ValueError as error:
 # as well, by atomic additions. So :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do
 # not.
 #
+# Without a mask all these programs take the same time, and the last round of them is rarely a full one. In the sweeps
+# below, with head dimension 128, there are 2048 tiles of keys for 132 multiprocessors: fifteen full rounds, and 68
+# tiles for which 64 multiprocessors would wait. So several programs share each of these last tiles, each with a part of
+# the queries. They write their :math:`dK` and :math:`dV` in float32, and the kernel that narrows :math:`dQ` at the end
+# adds them up, always in the same order. (Under a causal mask short tiles come last, and fill the gaps. There programs
+# share tiles only where all tiles together are fewer than the multiprocessors.)
+#
 # Two more kernels sum nothing in memory. In one of them a program owns 128 queries and keeps their :math:`dQ` in
 # registers while it walks along the keys, as the forward kernel does. In the other it owns 64 keys, and the registers
 # of one consumer cannot hold :math:`dK` and :math:`dV` of long rows together. So the two divide the work: one computes
@@ -1456,6 +1463,62 @@ decode_report
 # :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048`.
 
 # %%
+# A piece of a prompt, all keys
+# -----------------------------
+#
+# Long prompts are read in pieces, and a prompt may continue one whose keys are in the cache. Then some hundred queries
+# meet all keys. That is more than the tile of lanes above can hold, and still too few for the kernel for many queries:
+# 128 queries in each of 32 heads are 32 tiles, as before. On Hopper this kernel, too, can share out the keys. Where
+# there are at most half as many tiles of queries as multiprocessors, and enough keys, several programs walk a part of
+# the keys each. They write their part of the output in float32, with its logsumexp :math:`L_i`, and the same second
+# kernel joins them: the weight of a part is :math:`e^{L_i - L}`, so :math:`L_i` stands in for the maximum, and the sum
+# is 1.
+#
+# The sweep has 32 heads of queries, which share 8 heads of 32768 keys, and no mask. With 16 queries the lanes are just
+# full. From 32 on the kernel for Hopper has them, with four programs to a tile up to 128 queries and two with 256. 512
+# queries are 128 tiles, which need no help.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["seq_q"],
+        x_vals=[16, 32, 64, 128, 256, 512, 1024, 2048],
+        x_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", *BACKENDS],
+        line_names=["triton_gallery", *BACKENDS],
+        xlabel="queries",
+        ylabel="TFLOP/s",
+        plot_name="attention-fwd-prompt-fp16",
+        args={},
+    ),
+    title="Attention of some queries and 32768 keys, float16",
+    limit="matmul-fp16",
+)
+def bench_prompt(seq_q, provider):
+    q = torch.randn(1, 32, seq_q, 128, device=DEVICE, dtype=torch.float16)
+    k, v = torch.randn(2, 1, 8, 32768, 128, device=DEVICE, dtype=torch.float16)
+    if provider == "triton_gallery":
+        attention, backend = tg.attention, contextlib.nullcontext()
+    else:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        backend = torch.nn.attention.sdpa_kernel(BACKENDS[provider])
+    with backend:
+        times = tg.benchmark.measure(lambda: attention(q, k, v, enable_gqa=True))
+    return tg.benchmark.tflops(4 * 32 * seq_q * 32768 * 128, times)
+
+
+prompt_report = bench_prompt.run()
+
+# %%
+
+prompt_report.plot()
+
+# %%
+
+prompt_report
+
+# %%
 # Right of the ridge, thanks to what is not written
 # -------------------------------------------------
 #
@@ -1505,6 +1568,7 @@ tg.codegen.listing(tg.attention, q_meta, k_meta, v_meta, is_causal=True, target=
 print(reports["fwd", 128, False].summary())
 print(reports["fwd", 128, True].summary())
 print(decode_report.summary())
+print(prompt_report.summary())
 
 # %%
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the

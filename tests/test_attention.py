@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import triton_gallery as tg
 from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
+from triton_gallery import hopper
 
 # The package's name `attention` is the function; this is its module.
 module = importlib.import_module("triton_gallery.attention")
@@ -220,6 +221,47 @@ def test_programs_for_hopper_that_own_several_tiles(head_dims, kwargs, device):
     head_dim, head_dim_v = head_dims
     q, k, v = inputs((2, 20, 1030, head_dim), (2, 20, 1030, head_dim), torch.float16, device, head_dim_v)
     check(q, k, v, **kwargs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", [(64, 64), (72, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"window": (None, 5)}, {"is_causal": True, "causal_alignment": "bottom-right"}], ids=str
+)
+def test_programs_for_hopper_that_share_a_query_tile(head_dims, kwargs, device):
+    assert hopper.load("attention_forward")._num_splits(18, 40, torch.device(device)) > 1
+    head_dim, head_dim_v = head_dims
+    q, k, v = inputs((1, 6, 300, head_dim), (1, 2, 5000, head_dim), torch.float16, device, head_dim_v)
+    check(q, k, v, **kwargs)
+    # All scores of one program are -inf.
+    q, k[:, :, 2500:] = q.abs(), float("-inf")
+    if "window" not in kwargs:
+        out, lse = tg.attention(q, k, v, enable_gqa=True, return_lse=True)
+        fewer, fewer_lse = tg.attention(q, k[:, :, :2500], v[:, :, :2500], enable_gqa=True, return_lse=True)
+        torch.testing.assert_close(out, fewer, rtol=2e-3, atol=1e-4)
+        torch.testing.assert_close(lse, fewer_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", [(64, 64), (72, 96), (128, 128)], ids=str)
+@pytest.mark.parametrize("n_kv_heads", [20, 4])
+@BOTH_WAYS
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window": (500, None)}, {"window": (300, 60)}], ids=str)
+def test_programs_for_hopper_that_share_a_key_tile(head_dims, n_kv_heads, kwargs, deterministic, device):
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    n_processors = module.num_multiprocessors(torch.device(device))
+    shares = hopper.load("attention_backward")._shares
+    n_limits = 2 if kwargs == {"window": (300, 60)} else len(kwargs)
+    n_tiles, n_steps = 9 * n_kv_heads, 9 if n_limits == 2 else 18
+    n_whole, n_parts = shares(n_tiles, n_steps, 20 // n_kv_heads, 256, n_limits, n_processors)
+    # Under a mask, many tiles are not shared.
+    assert (n_whole < n_tiles and n_parts > 1) == (n_limits == 0 or n_tiles < n_processors)
+    head_dim, head_dim_v = head_dims
+    q, k, v = inputs((1, 20, 1030, head_dim), (1, n_kv_heads, 1030, head_dim), torch.float16, device, head_dim_v)
+    dout = torch.randn(1, 20, 1030, head_dim_v, device=device).half()
+    first, second = (check(q, k, v, dout=dout, **kwargs) for _ in "12")
+    # dK and dV repeat bit for bit.
+    assert all(torch.equal(x, y) for x, y in zip(first[2:], second[2:], strict=True))
 
 
 @pytest.mark.gpu

@@ -369,7 +369,7 @@ def _attention_split_kernel(
 def _attention_join_kernel(
     split_out_ptr,  # (batch, n_heads, seq_q, n_splits, head_dim_v), float32; so are the next two
     split_max_ptr,  # (batch, n_heads, seq_q, n_splits)
-    split_sum_ptr,  # (batch, n_heads, seq_q, n_splits)
+    split_sum_ptr,  # (batch, n_heads, seq_q, n_splits), or None: the sums are 1, and the maxima are the splits' lse
     out_ptr,  # (batch, n_heads, seq_q, head_dim_v)
     lse_ptr,  # (batch, n_heads, seq_q), contiguous
     seq_q,
@@ -395,7 +395,9 @@ def _attention_join_kernel(
         splits = first + tl.arange(0, BLOCK_SPLITS)
         offsets = row * n_splits + splits
         split_max = tl.load(split_max_ptr + offsets, mask=splits < n_splits, other=-3.4028234663852886e38)
-        split_sum = tl.load(split_sum_ptr + offsets, mask=splits < n_splits, other=0.0)
+        split_sum = tl.where(splits < n_splits, 1.0, 0.0)
+        if split_sum_ptr is not None:
+            split_sum = tl.load(split_sum_ptr + offsets, mask=splits < n_splits, other=0.0)
         mask = (splits < n_splits)[:, None] & (dims < HEAD_DIM_V)[None, :]
         split_out = tl.load(split_out_ptr + offsets[:, None] * HEAD_DIM_V + dims[None, :], mask=mask, other=0.0)
         new_max = tl.maximum(row_max, tl.max(split_max, 0))
@@ -925,11 +927,24 @@ def _launch_splits(
         PRECISION=_precision(q, v, align), STAGES=1 if is_amd(q.device) else 3,
         PDL="PDL" in pdl(q.device), num_warps=8 if is_wide or block_m * block_dv > 8192 else 4,
     )  # fmt: skip
+    join_splits(split_out, split_max, split_sum, out, lse, scale)
+
+
+def join_splits(
+    split_out: torch.Tensor,  # (batch, n_heads, seq_q, n_splits, head_dim_v)
+    split_max: torch.Tensor,  # (batch, n_heads, seq_q, n_splits), as the next
+    split_sum: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> None:
+    """Fill out and lse from what programs found that shared the keys; the kernel describes the arguments."""
+    batch, n_heads, seq_q, n_splits, head_dim_v = split_out.shape
     launch(
         _attention_join_kernel,
         (batch * n_heads * seq_q,),
         split_out, split_max, split_sum, out, lse, seq_q, n_heads, n_splits, out.stride(), scale,
-        HEAD_DIM_V=head_dim_v, BLOCK_DV=block_dv, BLOCK_SPLITS=16, num_warps=2, **pdl(q.device),
+        HEAD_DIM_V=head_dim_v, BLOCK_DV=_block_d(head_dim_v), BLOCK_SPLITS=16, num_warps=2, **pdl(out.device),
     )  # fmt: skip
 
 
@@ -1142,7 +1157,9 @@ def attention(
         one number a query for the forward and two for the backward, and the float32 gradient of q that Hopper's kernels
         keep (see below). To it come splits, where up to 64 queries (16 in float32, none in float64) share 512 keys or
         more and heads are few or shared, as in decoding: several programs share the keys, and each needs room for a
-        float32 copy of the output. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
+        float32 copy of the output. On Hopper splits also serve more queries, where they would not fill half the GPU;
+        and in the backward pass without a mask several programs may share a tile of 128 keys, each with a float32 copy
+        of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
         Hopper, and so may the output and the gradients be.
 
         On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so

@@ -8,11 +8,14 @@ also has the three gradients of rows past 128 numbers.
 Source: Shah et al., FlashAttention-3 (2024), for the order of the products.
 """
 
+import functools
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from .._launch import cdiv, launch, next_power_of_2, padded, scratch
+from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, padded, scratch
 from .._launch import descriptor as launch_descriptor
 from ._gluon import (
     TensorDescriptor,
@@ -76,6 +79,32 @@ def _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER: gl.constexpr, HAS_
 
 
 @gluon.jit
+def _own_work(
+    n_kv_tiles, n_q_tiles, heads_per_section, n_whole, n_parts, lower, upper,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """This program's key tile and head, the first query tile that meets it, how many do, and its share of those.
+
+    With HAS_PARTS, n_parts programs share each key tile from the n_whole-th on.
+    """
+    program = gl.program_id(0)
+    n_programs = gl.num_programs(0)
+    if HAS_PARTS:
+        part = program - n_whole  # of all parts; negative where the program has a tile of its own
+        program = gl.where(part < 0, program, n_whole + part // n_parts)
+        n_programs = n_whole + (n_programs - n_whole) // n_parts
+    kv_tile, kv_head = own_tile(program, n_programs, n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
+    begin = 0
+    end = n
+    if HAS_PARTS:
+        if part >= 0:
+            begin = part % n_parts * n // n_parts
+            end = (part % n_parts + 1) * n // n_parts
+    return kv_tile, kv_head, first, n, begin, end
+
+
+@gluon.jit
 def _wrapped(q_tile, n_q_tiles, HAS_LIMIT: gl.constexpr):
     if not HAS_LIMIT:
         q_tile = gl.where(q_tile >= n_q_tiles, q_tile - n_q_tiles, q_tile)
@@ -85,12 +114,14 @@ def _wrapped(q_tile, n_q_tiles, HAS_LIMIT: gl.constexpr):
 @gluon.jit
 def _bwd_producer(
     q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
-    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section, lower,
-    upper, STAGES: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section,
+    n_whole, n_parts, lower, upper,
+    STAGES: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copies the program's K and V once, then Q, dO and the row statistics of one query tile after another."""
-    kv_tile, kv_head = own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
-    first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
+    kv_tile, kv_head, first, _, begin, end = _own_work(
+        n_kv_tiles, n_q_tiles, heads_per_section, n_whole, n_parts, lower, upper, HAS_LOWER, HAS_UPPER, HAS_PARTS
+    )
     n_kv_heads = n_heads // group_size
     mbarrier.expect(k_full, k_desc.block_type.nbytes)
     async_load(k_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], k_full, k_smem.index(0))
@@ -100,7 +131,7 @@ def _bwd_producer(
     for head in range(kv_head * group_size, (kv_head + 1) * group_size):
         b = head // n_heads
         h = head % n_heads
-        for i in range(n):
+        for i in range(begin, end):
             stage = step % STAGES
             q_tile = _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER)
             mbarrier.wait(q_empty.index(stage), phase(step, STAGES) ^ 1)
@@ -195,15 +226,16 @@ def _bwd_step(
 @gluon.jit
 def _bwd_head(
     step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
-    q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
+    q_full, dout_full, q_empty, head, kv_tile, first, n, begin, end, n_q_tiles, seq_kv, lower, upper, scale,
+    scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_Q: gl.constexpr,
-    EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr, DIAGONAL_FIRST: gl.constexpr,
+    EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """The n query tiles of one head, from the first on."""
+    """Of the n query tiles of one head, which begin with the first, those from `begin` to `end`."""
     # Where the tiles end that the upper limit cuts, and where those begin that the lower one cuts.
-    full_begin = 0
-    full_end = n
+    full_begin = begin
+    full_end = end
     if DIAGONAL_FIRST:
         full_begin = 2
     elif HAS_UPPER:
@@ -211,32 +243,61 @@ def _bwd_head(
     if HAS_LOWER:
         # A narrow band has no whole tile.
         full_end = gl.minimum(gl.maximum(gl.maximum(kv_tile * 128 - lower + 1, 0) // 64 - first, full_begin), n)
-    bounds = (0, full_begin, full_end, n)
+    if HAS_PARTS:
+        full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
+        full_end = gl.minimum(gl.maximum(full_end, begin), end)
+    bounds = (begin, full_begin, full_end, end)
     for part in gl.static_range(0 if HAS_UPPER else 1, 3 if HAS_LOWER else 2):
         for i in range(bounds[part], bounds[part + 1]):
             dk, dv = _bwd_step(
-                step + i, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem,
+                step + i - begin, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem,
                 dq_desc, q_full, dout_full, q_empty, head, kv_tile,
                 _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER), n_q_tiles, seq_kv, lower, upper, scale,
                 scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
                 EVEN_Q, EVEN_KV, CONSUMER,
             )  # fmt: skip
-    return step + n, dk, dv
+    return step + end - begin, dk, dv
+
+
+@gluon.jit
+def _store_gradients(dk_desc, dv_desc, place, k_own, v_own, k_smem, v_smem, dk, dv, CONSUMER: gl.constexpr):
+    """Store this consumer's rows over K and V; each consumer then copies one of both to memory."""
+    store_rows(k_own, dk)
+    store_rows(v_own, dv)
+    fence_async_shared()
+    _meet()
+    if CONSUMER == 0:
+        async_store(dk_desc, place, k_smem.index(0))
+    else:
+        async_store(dv_desc, place, v_smem.index(0))
+    store_wait(0)
+
+
+@gluon.jit
+def _store_part(ptr, sums, STRIDE: gl.constexpr):
+    """Store 64 rows in float32."""
+    for i in gl.static_range(len(sums)):
+        rows = gl.arange(0, 64, gl.SliceLayout(1, sums[i].type.layout))
+        cols = gl.arange(0, sums[i].shape[1], gl.SliceLayout(0, sums[i].type.layout))
+        gl.store(ptr + rows[:, None] * STRIDE + cols[None, :], sums[i])
+        ptr += sums[i].shape[1]
 
 
 @gluon.jit
 def _bwd_consumer(
-    dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
+    dk_desc, dv_desc, dq_desc, part_ptr, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
     k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section,
-    seq_kv, lower, upper, scale, scale_log2,
+    n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_DQ: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    DIAGONAL_FIRST: gl.constexpr, EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    HAS_PARTS: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 keys: keeps their dK and dV in registers while the query tiles of each head of the group pass by."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    kv_tile, kv_head = own_tile(n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
-    first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
+    kv_tile, kv_head, first, n, begin, end = _own_work(
+        n_kv_tiles, n_q_tiles, heads_per_section, n_whole, n_parts, lower, upper, HAS_LOWER, HAS_UPPER, HAS_PARTS
+    )
     k_own = some_rows(parts(k_smem, 0, BLOCK_D, 1), CONSUMER * 64, 64)
     v_own = some_rows(parts(v_smem, 0, BLOCK_DV, 1), CONSUMER * 64, 64)
     dq_own = dq_smem.index(CONSUMER)
@@ -257,33 +318,40 @@ def _bwd_consumer(
         for head in range(kv_head * group_size, (kv_head + 1) * group_size):
             step, dk, dv = _bwd_head(
                 step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
-                q_full, dout_full, q_empty, head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-                BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
+                q_full, dout_full, q_empty, head, kv_tile, first, n, begin, end, n_q_tiles, seq_kv, lower, upper, scale,
+                scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q,
+                EVEN_KV, CONSUMER,
             )  # fmt: skip
     else:
         _, dk, dv = _bwd_head(
             0, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
-            q_full, dout_full, q_empty, kv_head, kv_tile, first, n, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
+            q_full, dout_full, q_empty, kv_head, kv_tile, first, n, begin, end, n_q_tiles, seq_kv, lower, upper, scale,
+            scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q,
+            EVEN_KV, CONSUMER,
         )  # fmt: skip
     store_wait(0)
     _meet()  # both consumers are past their last read of K and V before either overwrites them
-    store_rows(k_own, scale_sums(dk, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT))))
-    store_rows(v_own, dv)
-    fence_async_shared()
-    _meet()
+    dk = scale_sums(dk, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
     n_kv_heads = n_heads // group_size
     place = [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0]
-    if CONSUMER == 0:
-        async_store(dk_desc, place, k_smem.index(0))
+    if HAS_PARTS:
+        part = gl.program_id(0) - n_whole
+        if part >= 0:
+            # In the order of heads and their tiles, which under a limit is not that of the programs.
+            part = (kv_head * n_kv_tiles + kv_tile - n_whole) * n_parts + part % n_parts
+            row_ptrs = part_ptr + (part.to(gl.int64) * 128 + CONSUMER * 64) * (BLOCK_D + BLOCK_DV)
+            _store_part(row_ptrs, dk, BLOCK_D + BLOCK_DV)
+            _store_part(row_ptrs + BLOCK_D, dv, BLOCK_D + BLOCK_DV)
+        else:
+            _store_gradients(dk_desc, dv_desc, place, k_own, v_own, k_smem, v_smem, dk, dv, CONSUMER)
     else:
-        async_store(dv_desc, place, v_smem.index(0))
-    store_wait(0)
+        _store_gradients(dk_desc, dv_desc, place, k_own, v_own, k_smem, v_smem, dk, dv, CONSUMER)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "n_kv_tiles", "n_q_tiles", "n_heads", "group_size", "heads_per_section", "seq_kv", "lower", "upper",
+        "n_kv_tiles", "n_q_tiles", "n_heads", "group_size", "heads_per_section", "n_whole", "n_parts", "seq_kv",
+        "lower", "upper",
     ]
 )  # fmt: skip
 def _attention_bwd_hopper_kernel(
@@ -295,11 +363,14 @@ def _attention_bwd_hopper_kernel(
     dk_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
     dv_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
     dq_desc,  # (batch * n_heads * n_q_tiles * 64, 64 or 128), float32, zero at the start
+    part_ptr,  # (programs beyond n_whole, 128, BLOCK_D + BLOCK_DV), float32: dK and dV of their parts
     n_kv_tiles,
     n_q_tiles,
     n_heads,
     group_size,
     heads_per_section,
+    n_whole,
+    n_parts,
     seq_kv,
     lower,
     upper,
@@ -312,6 +383,7 @@ def _attention_bwd_hopper_kernel(
     HAS_DQ: gl.constexpr,  # otherwise dq_desc is not used
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
+    HAS_PARTS: gl.constexpr,  # programs from n_whole on share key tiles, n_parts each; with limits n_whole is 0
     DIAGONAL_FIRST: gl.constexpr,  # exactly the first two query tiles of every key tile need the upper limit's mask
     EVEN_Q: gl.constexpr,  # no tile of queries passes their end
     EVEN_KV: gl.constexpr,
@@ -343,18 +415,18 @@ def _attention_bwd_hopper_kernel(
         (_bwd_producer, (
             q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
-            heads_per_section, lower, upper, STAGES, HAS_LOWER, HAS_UPPER)),
+            heads_per_section, n_whole, n_parts, lower, upper, STAGES, HAS_LOWER, HAS_UPPER, HAS_PARTS)),
         (_bwd_consumer, (
-            dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
+            dk_desc, dv_desc, dq_desc, part_ptr, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
-            heads_per_section, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
+            heads_per_section, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
+            BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST,
             EVEN_Q, EVEN_KV, 0)),
         (_bwd_consumer, (
-            dk_desc, dv_desc, dq_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
+            dk_desc, dv_desc, dq_desc, part_ptr, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
-            heads_per_section, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, DIAGONAL_FIRST,
+            heads_per_section, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
+            BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST,
             EVEN_Q, EVEN_KV, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
@@ -415,19 +487,23 @@ def _attention_bwd_hopper_prepare_kernel(
         tl.store(dq_sum_ptrs, tl.zeros((64, BLOCK_D), tl.float32))
 
 
-@triton.jit(do_not_specialize=["n_q_tiles", "n_heads", "seq_q"])
-def _attention_bwd_hopper_finish_kernel(
-    dq_sum_ptr,  # (batch * n_heads * n_q_tiles * 64, BLOCK_D), float32
-    dq_ptr,  # (batch, n_heads, seq_q, head_dim)
-    dq_strides,  # of batch, head and row
-    n_q_tiles,
-    n_heads,
-    seq_q,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+@triton.jit
+def _sum_parts(part_ptr, n_parts, out_ptr, out_row_stride, row, n_rows, COLS: tl.constexpr, STRIDE: tl.constexpr):
+    """Write 16 rows of a gradient: the sum of n_parts parts, in their order. part_ptr is at the first part's rows."""
+    rows = tl.arange(0, 16)[:, None]
+    cols = tl.arange(0, triton.next_power_of_2(COLS))[None, :]
+    total = tl.zeros((16, triton.next_power_of_2(COLS)), tl.float32)
+    for i in range(n_parts):
+        total += tl.load(part_ptr + (i * 128 + rows) * STRIDE + cols, mask=cols < COLS, other=0.0)
+    mask = (row + rows < n_rows) & (cols < COLS)
+    tl.store(out_ptr + (row + rows) * out_row_stride + cols, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _narrow_dq(
+    tile, dq_sum_ptr, dq_ptr, dq_strides, n_q_tiles, n_heads, seq_q, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Program i, counted from the end, owns query tile i: dQ narrowed to the output's dtype."""
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    """Write dQ of a query tile, the tiles of all heads counted through, in its own dtype."""
     head = tile // n_q_tiles
     rows = (tile % n_q_tiles) * 64 + tl.arange(0, 64)
     cols = tl.arange(0, BLOCK_D)[None, :]
@@ -435,6 +511,88 @@ def _attention_bwd_hopper_finish_kernel(
     head_ptr = dq_ptr + (head // n_heads) * dq_strides[0] + (head % n_heads) * dq_strides[1]
     dq_ptrs = head_ptr + rows[:, None] * dq_strides[2] + cols
     tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=(rows < seq_q)[:, None] & (cols < HEAD_DIM))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_tiles", "n_q_tiles", "n_heads", "seq_q", "n_whole", "n_parts", "n_kv_tiles", "n_kv_heads", "seq_kv",
+    ]
+)  # fmt: skip
+def _attention_bwd_hopper_finish_kernel(
+    dq_sum_ptr,  # (n_tiles * 64, BLOCK_D), float32
+    dq_ptr,  # (batch, n_heads, seq_q, head_dim)
+    part_ptr,  # (shared key tiles, n_parts, 128, WIDTH + WIDTH_V), float32: dK, then dV
+    dk_ptr,  # (batch, n_kv_heads, seq_kv, head_dim)
+    dv_ptr,  # (batch, n_kv_heads, seq_kv, head_dim_v)
+    dq_strides,  # of batch, head and row
+    dk_strides,
+    dv_strides,
+    n_tiles,  # of queries, of all heads
+    n_q_tiles,
+    n_heads,
+    seq_q,
+    n_whole,  # key tiles before the shared ones
+    n_parts,
+    n_kv_tiles,
+    n_kv_heads,
+    seq_kv,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_V: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+):
+    """The first n_tiles programs own a query tile each, and narrow its dQ. They count from the end, as before.
+
+    The others own 16 rows of a shared key tile each, and sum the parts of dK and dV.
+    """
+    program = tl.program_id(0)
+    if program < n_tiles:
+        tile = (n_tiles - 1 - program).to(tl.int64)
+        _narrow_dq(tile, dq_sum_ptr, dq_ptr, dq_strides, n_q_tiles, n_heads, seq_q, HEAD_DIM, BLOCK_D)
+    elif HAS_PARTS:
+        shared = (program - n_tiles) // 8
+        own_row = (program - n_tiles) % 8 * 16
+        head = (n_whole + shared) // n_kv_tiles
+        row = ((n_whole + shared) % n_kv_tiles).to(tl.int64) * 128 + own_row
+        b = (head // n_kv_heads).to(tl.int64)
+        h = (head % n_kv_heads).to(tl.int64)
+        STRIDE: tl.constexpr = WIDTH + WIDTH_V
+        part_ptr += ((shared * n_parts).to(tl.int64) * 128 + own_row) * STRIDE
+        dk_ptr += b * dk_strides[0] + h * dk_strides[1]
+        dv_ptr += b * dv_strides[0] + h * dv_strides[1]
+        _sum_parts(part_ptr, n_parts, dk_ptr, dk_strides[2], row, seq_kv, HEAD_DIM, STRIDE)
+        _sum_parts(part_ptr + WIDTH, n_parts, dv_ptr, dv_strides[2], row, seq_kv, HEAD_DIM_V, STRIDE)
+
+
+@functools.cache
+def _shares(
+    n_tiles: int, n_steps: int, group_size: int, n_columns: int, n_limits: int, n_processors: int
+) -> tuple[int, int]:
+    """How many key tiles have a program each, and how many programs share each of the others.
+
+    Args:
+        n_tiles: key tiles.
+        n_steps: the most query tiles that a key tile meets in a head of its group.
+        n_columns: of K and V together.
+        n_limits: with one of the two, a tile meets half as many on average, and short tiles come last.
+    """
+    n_shared = n_tiles if n_tiles <= n_processors else n_tiles % n_processors if n_limits == 0 else 0
+    # Programs do not keep step, so that a few tiles at the end cost less than a whole round.
+    if n_shared < min(n_tiles, n_processors // 4):
+        return n_tiles, 1
+
+    def time(n_parts):
+        """In steps, of about n_columns / 100 µs. A program begins and ends in the time of two."""
+        longest = group_size * cdiv(n_steps, n_parts) + 2
+        rounds = n_shared * n_parts / n_processors
+        steps = max(longest, rounds * (longest / 2 + 1)) if n_limits == 1 else math.ceil(rounds) * longest
+        sum_us = 3 + n_shared * n_parts * KEYS_PER_PROGRAM * n_columns * 8 / 3.4e6
+        return steps + (0 if n_parts == 1 else sum_us * 100 / n_columns)
+
+    n_parts = min(range(1, min(32, n_steps) + 1), key=time)
+    return (n_tiles, 1) if n_parts == 1 else (n_tiles - n_shared, n_parts)
 
 
 def backward(
@@ -486,9 +644,19 @@ def backward(
     )
     tma_dk, tma_dv = (x if tma_can_address(x) else padded(x) for x in (dk, dv))
     if max(width, width_v) <= 128:
+        n_key_tiles = batch * n_kv_heads * n_kv_tiles
+        n_steps = n_q_tiles
+        if lower is not None and upper is not None:
+            n_steps = min(n_steps, cdiv(upper - lower + KEYS_PER_PROGRAM, QUERIES_PER_TILE) + 1)
+        n_whole, n_parts = _shares(
+            n_key_tiles, n_steps, n_heads // n_kv_heads, width + width_v,
+            (lower is not None) + (upper is not None), num_multiprocessors(q.device),
+        )  # fmt: skip
+        n_shared = n_key_tiles - n_whole
+        dkdv_parts = scratch((n_shared * n_parts, KEYS_PER_PROGRAM, width + width_v), torch.float32, q.device)
         launch(
             _attention_bwd_hopper_kernel,
-            (batch * n_kv_heads * n_kv_tiles,),
+            (n_whole + n_shared * n_parts,),
             descriptor(q, [1, 1, QUERIES_PER_TILE, block_d]),
             descriptor(dout, [1, 1, QUERIES_PER_TILE, block_dv]),
             descriptor(k, [1, 1, KEYS_PER_PROGRAM, block_d]),
@@ -497,22 +665,27 @@ def backward(
             descriptor(tma_dk, [1, 1, KEYS_PER_PROGRAM, block_d]),
             descriptor(tma_dv, [1, 1, KEYS_PER_PROGRAM, block_dv]),
             descriptor(dq_sum, [64, 64] if block_d == 128 else [32, 64]),
-            n_kv_tiles, n_q_tiles, n_heads, n_heads // n_kv_heads, heads_per_section, seq_kv,
-            max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
+            dkdv_parts, n_kv_tiles, n_q_tiles, n_heads, n_heads // n_kv_heads, heads_per_section, n_whole, n_parts,
+            seq_kv, max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
             BLOCK_D=width, BLOCK_DV=width_v, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
-            HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q,
-            EVEN_Q=seq_q % (2 * QUERIES_PER_TILE) == 0, EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
+            HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HAS_PARTS=n_shared > 0,
+            DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q, EVEN_Q=seq_q % (2 * QUERIES_PER_TILE) == 0,
+            EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
         )  # fmt: skip
+        if sums_dq or n_shared:
+            n_dq_tiles = n_tiles if sums_dq else 0
+            launch(
+                _attention_bwd_hopper_finish_kernel,
+                (n_dq_tiles + n_shared * KEYS_PER_PROGRAM // 16,),
+                dq_sum, dq, dkdv_parts, tma_dk, tma_dv, dq.stride()[:3], tma_dk.stride()[:3], tma_dv.stride()[:3],
+                n_dq_tiles, n_q_tiles, n_heads, seq_q, n_whole, n_parts, n_kv_tiles, n_kv_heads, seq_kv,
+                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, BLOCK_D=block_d, WIDTH=width, WIDTH_V=width_v,
+                HAS_PARTS=n_shared > 0, num_warps=4,
+            )  # fmt: skip
     else:
         fill_dkdv(tma_dk, tma_dv, q, dout, k, v, stats, stats_desc, lower, upper, scale)
     tma_dq = dq
-    if sums_dq:
-        launch(
-            _attention_bwd_hopper_finish_kernel,
-            (n_tiles,),
-            dq_sum, dq, dq.stride()[:3], n_q_tiles, n_heads, seq_q, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=4,
-        )  # fmt: skip
-    else:
+    if not sums_dq:
         tma_dq = dq if tma_can_address(dq) else padded(dq)
         fill_dq(tma_dq, q, dout, k, v, stats, lower, upper, scale)
     for target, x in ((tma_dq, dq), (tma_dk, dk), (tma_dv, dv)):

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .._launch import cdiv, launch, num_multiprocessors, padded, table
+from .._launch import cdiv, launch, num_multiprocessors, padded, scratch, table
+from ..attention import join_splits
 from ._gluon import (
     descriptor,
     fence_async_shared,
@@ -80,7 +81,7 @@ def _schedule(n_kv_tiles, n_heads, heads_in_flight, device):
     that is free first. Without this, a causal mask leaves a quarter of the machine idle.
 
     Args:
-        n_kv_tiles: how many key tiles each query tile of a head needs.
+        n_kv_tiles: how long each query tile of a head takes: as so many key tiles.
     """
     n_tiles = len(n_kv_tiles)
     n_programs = min(num_multiprocessors(device), n_tiles * n_heads)
@@ -88,11 +89,8 @@ def _schedule(n_kv_tiles, n_heads, heads_in_flight, device):
     free_at = [(0.0, program) for program in range(n_programs)]
     for first in range(0, n_heads, heads_in_flight):
         heads = range(first, min(n_heads, first + heads_in_flight))
-        if min(n_kv_tiles) < max(n_kv_tiles):
-            tiles = [(tile, head) for tile in reversed(range(n_tiles)) for head in heads]
-        else:
-            tiles = [(tile, head) for head in heads for tile in range(n_tiles)]
-        for tile, head in tiles:
+        tiles = [(tile, head) for head in heads for tile in range(n_tiles)]
+        for tile, head in sorted(tiles, key=lambda entry: -n_kv_tiles[entry[0]]):
             time, program = heapq.heappop(free_at)
             lists[program].append(head * MAX_TILES.value + tile)
             # 0.6 of a step is what starting and ending a tile costs.
@@ -104,19 +102,22 @@ def _schedule(n_kv_tiles, n_heads, heads_in_flight, device):
         return thread.submit(table.to, device).result()
 
 
-def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, head_dim, device):
-    n_kv_tiles = tuple(
+def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged, head_dim, device):
+    n_kv_tiles = [
         min(cdiv(min((tile + 1) * rows, seq_q) + upper, block_n), cdiv(seq_kv, block_n))
         - max(tile * rows + lower, 0) // block_n
         for tile in range(cdiv(seq_q, rows))
-    )
+    ]
     if min(n_kv_tiles) == max(n_kv_tiles):
-        # However many they are: a sequence that grows word by word takes one table.
-        n_kv_tiles = (1,) * len(n_kv_tiles)
+        # However many they are: a sequence that grows word by word takes few tables.
+        n_kv_tiles = [8] * len(n_kv_tiles)
+    if is_ragged:
+        # The last tile is the sooner done, the fewer consumers have rows of it.
+        n_kv_tiles[-1] *= 0.7
     heads_in_flight = 1
     while heads_in_flight < 64 and heads_in_flight * 2 * seq_kv * head_dim * 4 <= L2_BYTES:
         heads_in_flight *= 2
-    return table(_schedule(n_kv_tiles, n_heads, heads_in_flight, device))
+    return table(_schedule(tuple(n_kv_tiles), n_heads, heads_in_flight, device))
 
 
 @gluon.jit
@@ -142,10 +143,10 @@ def _pass_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def _kv_tiles(
-    tile, seq_q, seq_kv, lower, upper, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    IS_BAND: gl.constexpr,
+    tile, seq_q, seq_kv, lower, upper, n_splits, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    IS_BAND: gl.constexpr, IS_SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The first key tile that a query tile needs, and the end of them."""
+    """The first key tile that a query tile needs, and the end of them; with IS_SPLIT, of this program's share."""
     begin = 0
     end = gl.cdiv(seq_kv, BLOCK_N)
     if IS_CAUSAL:
@@ -153,6 +154,11 @@ def _kv_tiles(
     if IS_BAND:
         begin = gl.maximum(tile * ROWS + lower, 0) // BLOCK_N
         end = gl.minimum(gl.cdiv(gl.minimum((tile + 1) * ROWS, seq_q) + upper, BLOCK_N), end)
+    if IS_SPLIT:
+        split = gl.program_id(0) % n_splits
+        n = end - begin
+        end = begin + (split + 1) * n // n_splits
+        begin += split * n // n_splits
     return begin, end
 
 
@@ -181,14 +187,14 @@ def _copy_kv_tile(desc, batch, head, row, smem, full, empty, step):
 @gluon.jit
 def _fwd_producer(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    seq_q, seq_kv, lower, upper, n_heads, group_size, schedule_ptr, schedule_width,
+    seq_q, seq_kv, lower, upper, n_heads, group_size, n_splits, schedule_ptr, schedule_width,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    IS_BAND: gl.constexpr,
+    IS_BAND: gl.constexpr, IS_SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Copies Q once per tile, and K and V tile by tile from the last one backwards."""
     Q_PIECES: gl.constexpr = q_smem.shape[0] // NUM_CONSUMERS
     step = 0
-    entry_ptr = schedule_ptr + gl.program_id(0) * schedule_width
+    entry_ptr = schedule_ptr + (gl.program_id(0) // n_splits if IS_SPLIT else gl.program_id(0)) * schedule_width
     n_done = 0
     entry = gl.load(entry_ptr)
     while entry >= 0:
@@ -198,7 +204,9 @@ def _fwd_producer(
         head = (entry // MAX_TILES) % n_heads
         kv_head = head // group_size
         TILE_ROWS: gl.constexpr = BLOCK_M * NUM_CONSUMERS
-        begin, end = _kv_tiles(tile, seq_q, seq_kv, lower, upper, TILE_ROWS, BLOCK_N, IS_CAUSAL, IS_BAND)
+        begin, end = _kv_tiles(
+            tile, seq_q, seq_kv, lower, upper, n_splits, TILE_ROWS, BLOCK_N, IS_CAUSAL, IS_BAND, IS_SPLIT
+        )
         # The first K goes before Q: it need not wait for the previous tile to end.
         _copy_kv_tile(k_desc, batch, kv_head, (end - 1) * BLOCK_N, k_smem, k_full, k_empty, step)
         for c in gl.static_range(NUM_CONSUMERS):
@@ -265,11 +273,13 @@ def _fwd_step(
 
 @gluon.jit
 def _fwd_consumer(
-    out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
+    out_desc, lse_ptr, split_out_ptr, q_smem, k_smem, v_smem, out_smem,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    seq_q, seq_kv, lower, upper, n_heads, n_splits, schedule_ptr, schedule_width, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_BAND: gl.constexpr, DIAGONAL_FIRST: gl.constexpr,
-    EVEN_KV: gl.constexpr, OUT_IN_Q: gl.constexpr, CONSUMER: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_BAND: gl.constexpr, HANDS_BACK: gl.constexpr,
+    DIAGONAL_FIRST: gl.constexpr, EVEN_KV: gl.constexpr, OUT_IN_Q: gl.constexpr, IS_SPLIT: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_M query rows of each tile; unless IS_BAND, only the first key tile it meets can need a mask."""
     dtype: gl.constexpr = out_desc.dtype
@@ -287,21 +297,27 @@ def _fwd_consumer(
     if CONSUMER == NUM_CONSUMERS - 1:
         named_barrier("barrier.arrive", "9")  # the first turn is consumer 0's
     heads_inverse = 1.0 / n_heads
-    entry_ptr = schedule_ptr + gl.program_id(0) * schedule_width
+    entry_ptr = schedule_ptr + (gl.program_id(0) // n_splits if IS_SPLIT else gl.program_id(0)) * schedule_width
     entry = gl.load(entry_ptr)
     while entry >= 0:
         next_entry = gl.load(entry_ptr + n_done + 1)
         tile = entry % MAX_TILES
         head = entry // MAX_TILES
         TILE_ROWS: gl.constexpr = BLOCK_M * NUM_CONSUMERS
-        begin, end = _kv_tiles(tile, seq_q, seq_kv, lower, upper, TILE_ROWS, BLOCK_N, IS_CAUSAL, IS_BAND)
+        begin, end = _kv_tiles(
+            tile, seq_q, seq_kv, lower, upper, n_splits, TILE_ROWS, BLOCK_N, IS_CAUSAL, IS_BAND, IS_SPLIT
+        )
         n = end - begin
         row = tile * TILE_ROWS + CONSUMER * BLOCK_M
         acc = zero_sums(BLOCK_M, BLOCK_DV)
         mbarrier.wait(q_full.index(CONSUMER), n_done & 1)
-        if IS_CAUSAL and BLOCK_N % TILE_ROWS != 0:
-            # Key tiles that lie wholly above this consumer's rows are handed back unused.
-            n_own = gl.minimum(gl.cdiv(row + BLOCK_M, BLOCK_N), n)
+        if HANDS_BACK:
+            # Key tiles that this consumer does not need are handed back unused: those that lie wholly above its rows,
+            # or, where it has no rows because the queries have come to their end, all but one.
+            if IS_CAUSAL:
+                n_own = gl.minimum(gl.cdiv(row + BLOCK_M, BLOCK_N), n)
+            else:
+                n_own = gl.where(row < seq_q, n, 1)
             for _ in range(n_own, n):
                 stage = step % STAGES
                 mbarrier.wait(k_full.index(stage), phase(step, STAGES))
@@ -394,21 +410,39 @@ def _fwd_consumer(
         step += 1
 
         rows = row + gl.arange(0, BLOCK_M, ROWS)
+        own_rows = head.to(gl.int64) * seq_q + rows
+        if IS_SPLIT:
+            own_rows = own_rows * n_splits + gl.program_id(0) % n_splits
         lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # ln 2: back to the natural logarithm
-        gl.store(lse_ptr + head.to(gl.int64) * seq_q + rows, lse, mask=rows < seq_q)
+        gl.store(lse_ptr + own_rows, lse, mask=rows < seq_q)
         # The sum is 0 where every score is -inf: as for a query without keys, the output is 0 and lse is -inf.
         acc = scale_sums(acc, gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum))
-        store_wait(0)
-        store_rows(parts(out_smem, CONSUMER, BLOCK_DV, OUT_PIECES), acc)
-        fence_async_shared()
-        batch, own_head = _batch_and_head(head, heads_inverse, n_heads)
-        store_tile(out_desc, batch, own_head, row, out_smem, CONSUMER, BLOCK_DV, OUT_PIECES)
+        if IS_SPLIT:
+            _store_split(split_out_ptr, own_rows, rows < seq_q, acc, HEAD_DIM_V)
+        else:
+            store_wait(0)
+            store_rows(parts(out_smem, CONSUMER, BLOCK_DV, OUT_PIECES), acc)
+            fence_async_shared()
+            batch, own_head = _batch_and_head(head, heads_inverse, n_heads)
+            store_tile(out_desc, batch, own_head, row, out_smem, CONSUMER, BLOCK_DV, OUT_PIECES)
         if OUT_IN_Q:
             store_wait(0)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         n_done += 1
         entry = next_entry
     store_wait(0)
+
+
+@gluon.jit
+def _store_split(out_ptr, own_rows, row_mask, acc, HEAD_DIM_V: gl.constexpr):
+    """Store a program's share of the output in float32."""
+    first = 0
+    for i in gl.static_range(len(acc)):
+        cols = first + gl.arange(0, acc[i].shape[1], gl.SliceLayout(0, acc[i].type.layout))[None, :]
+        rows = gl.convert_layout(own_rows, gl.SliceLayout(1, acc[i].type.layout))[:, None]
+        mask = gl.convert_layout(row_mask, gl.SliceLayout(1, acc[i].type.layout))[:, None] & (cols < HEAD_DIM_V)
+        gl.store(out_ptr + rows * HEAD_DIM_V + cols, acc[i], mask=mask)
+        first += acc[i].shape[1]
 
 
 @gluon.jit
@@ -422,20 +456,24 @@ def _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_DV: gl.constexpr, V_RO
     return acc
 
 
-@gluon.jit(do_not_specialize=["seq_q", "seq_kv", "lower", "upper", "n_heads", "group_size", "schedule_width"])
+@gluon.jit(
+    do_not_specialize=["seq_q", "seq_kv", "lower", "upper", "n_heads", "group_size", "n_splits", "schedule_width"]
+)
 def _attention_fwd_hopper_kernel(
     q_desc,  # (batch, n_heads, seq_q, head_dim)
     k_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
     v_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
     out_desc,  # (batch, n_heads, seq_q, head_dim_v)
-    lse_ptr,  # (batch, n_heads, seq_q), float32
-    schedule_ptr,  # (programs, schedule_width), int32
+    lse_ptr,  # (batch, n_heads, seq_q, n_splits), float32
+    split_out_ptr,  # (batch, n_heads, seq_q, n_splits, head_dim_v), float32, instead of out if IS_SPLIT
+    schedule_ptr,  # (programs / n_splits, schedule_width), int32
     seq_q,
     seq_kv,
     lower,
     upper,
     n_heads,
     group_size,
+    n_splits,
     schedule_width,
     scale_log2,
     BLOCK_M: gl.constexpr,
@@ -447,11 +485,14 @@ def _attention_fwd_hopper_kernel(
     OUT_IN_Q: gl.constexpr,  # for want of room the output leaves through the place of the queries
     IS_CAUSAL: gl.constexpr,  # upper is 0, and there is no lower limit
     IS_BAND: gl.constexpr,  # other limits: query i sees the keys from i + lower to i + upper
+    HANDS_BACK: gl.constexpr,  # a consumer may need fewer key tiles than the others of its program
     DIAGONAL_FIRST: gl.constexpr,  # every query tile's last key tile holds its diagonal
     EVEN_KV: gl.constexpr,
+    IS_SPLIT: gl.constexpr,  # the keys of a query tile are shared by n_splits programs
+    HEAD_DIM_V: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Program i owns the query tiles that row i of the schedule lists; a tile is NUM_CONSUMERS x BLOCK_M rows."""
+    """Program i owns the tiles that row i / n_splits of the schedule lists, each NUM_CONSUMERS x BLOCK_M query rows."""
     q_smem = allocate(NUM_CONSUMERS, q_desc, num_pieces(BLOCK_D))
     k_smem = allocate(STAGES, k_desc, num_pieces(BLOCK_D))
     v_smem = allocate(STAGES, v_desc, num_pieces(BLOCK_DV))
@@ -480,42 +521,58 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize([
             (_fwd_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, lower, upper, n_heads, group_size, schedule_ptr, schedule_width,
-                BLOCK_M, BLOCK_N, NUM_CONSUMERS, IS_CAUSAL, IS_BAND)),
+                seq_q, seq_kv, lower, upper, n_heads, group_size, n_splits, schedule_ptr, schedule_width,
+                BLOCK_M, BLOCK_N, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, IS_SPLIT)),
             (_fwd_consumer, (
-                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 0)),
+                out_desc, lse_ptr, split_out_ptr, q_smem, k_smem, v_smem, out_smem,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, lower, upper, n_heads, n_splits, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, HANDS_BACK,
+                DIAGONAL_FIRST, EVEN_KV, OUT_IN_Q, IS_SPLIT, HEAD_DIM_V, 0)),
             (_fwd_consumer, (
-                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 1)),
+                out_desc, lse_ptr, split_out_ptr, q_smem, k_smem, v_smem, out_smem,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, lower, upper, n_heads, n_splits, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, HANDS_BACK,
+                DIAGONAL_FIRST, EVEN_KV, OUT_IN_Q, IS_SPLIT, HEAD_DIM_V, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_fwd_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, lower, upper, n_heads, group_size, schedule_ptr, schedule_width,
-                BLOCK_M, BLOCK_N, NUM_CONSUMERS, IS_CAUSAL, IS_BAND)),
+                seq_q, seq_kv, lower, upper, n_heads, group_size, n_splits, schedule_ptr, schedule_width,
+                BLOCK_M, BLOCK_N, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, IS_SPLIT)),
             (_fwd_consumer, (
-                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 0)),
+                out_desc, lse_ptr, split_out_ptr, q_smem, k_smem, v_smem, out_smem,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, lower, upper, n_heads, n_splits, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, HANDS_BACK,
+                DIAGONAL_FIRST, EVEN_KV, OUT_IN_Q, IS_SPLIT, HEAD_DIM_V, 0)),
             (_fwd_consumer, (
-                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 1)),
+                out_desc, lse_ptr, split_out_ptr, q_smem, k_smem, v_smem, out_smem,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, lower, upper, n_heads, n_splits, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, HANDS_BACK,
+                DIAGONAL_FIRST, EVEN_KV, OUT_IN_Q, IS_SPLIT, HEAD_DIM_V, 1)),
             (_fwd_consumer, (
-                out_desc, lse_ptr, q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                seq_q, seq_kv, lower, upper, n_heads, schedule_ptr, schedule_width, scale_log2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, DIAGONAL_FIRST, EVEN_KV,
-                OUT_IN_Q, 2)),
+                out_desc, lse_ptr, split_out_ptr, q_smem, k_smem, v_smem, out_smem,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, lower, upper, n_heads, n_splits, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, HANDS_BACK,
+                DIAGONAL_FIRST, EVEN_KV, OUT_IN_Q, IS_SPLIT, HEAD_DIM_V, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
+
+
+def _num_splits(n_tiles: int, n_kv_tiles: int, device: torch.device) -> int:
+    """Among how many programs to share the keys of a query tile, where tiles leave half of the GPU without work."""
+    most = min(num_multiprocessors(device) // n_tiles, n_kv_tiles)
+
+    def time(n):
+        """In key tiles. To begin a second kernel takes as long as some of them, and so does reading what it joins."""
+        return cdiv(n_kv_tiles, n) + (0 if n == 1 else 4 + n_tiles * n / 32)
+
+    return min(range(1, max(1, most) + 1), key=time)
 
 
 def forward(
@@ -542,26 +599,41 @@ def forward(
     # Three consumers feed the matrix unit better at head_dim 64, but make coarser causal tiles and have no registers to
     # spare for masks in the loop or of a ragged end.
     n_consumers = 3 if width == width_v == 64 and even_kv and not is_band and not (is_causal and seq_q < 2048) else 2
+    rows = n_consumers * block_m
+    n_splits = 1
+    if lower is None and not is_causal:
+        least_keys = seq_kv if upper is None else min(seq_kv, min(seq_q, rows) + upper)
+        n_splits = _num_splits(batch * n_heads * cdiv(seq_q, rows), cdiv(least_keys, block_n), q.device)
     # No limit, and one beyond all keys, is the largest number that makes no difference.
     lower = -seq_q if lower is None else max(lower, -seq_q)
     upper = seq_kv if upper is None else min(upper, seq_kv)
     # Causal queries past the last key meet no diagonal: their last key tile is one that they see whole.
     diagonal_first = is_causal and cdiv(seq_q, block_n) <= cdiv(seq_kv, block_n)
+    # Of many key tiles, a consumer alone takes as long as three.
+    is_ragged = n_consumers == 3 and not is_causal and 0 < seq_q % rows <= rows - block_m and seq_kv <= 1536
     schedule = _schedule_for(
-        batch * n_heads, block_m * n_consumers, seq_q, seq_kv, lower, upper, block_n, q.shape[-1], q.device
+        batch * n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged, q.shape[-1], q.device
     )
     target = out if tma_can_address(out) else padded(out)
+    split_out, split_lse = out, lse
+    if n_splits > 1:
+        split_out = scratch((batch, n_heads, seq_q, n_splits, v.shape[-1]), torch.float32, q.device)
+        split_lse = scratch((batch, n_heads, seq_q, n_splits), torch.float32, q.device)
     launch(
         _attention_fwd_hopper_kernel,
-        (schedule.shape[0],),
+        (schedule.shape[0] * n_splits,),
         descriptor(q, [1, 1, block_m, piece_width(width)]),
         descriptor(k, [1, 1, block_n, piece_width(width)]),
         descriptor(v, [1, 1, block_n, piece_width(width_v)]),
         descriptor(target, [1, 1, block_m, piece_width(width if out_in_q else width_v)]),
-        lse, schedule, seq_q, seq_kv, lower, upper, n_heads, n_heads // n_kv_heads, schedule.shape[1], scale * LOG2_E,
+        split_lse, split_out, schedule, seq_q, seq_kv, lower, upper, n_heads, n_heads // n_kv_heads, n_splits,
+        schedule.shape[1], scale * LOG2_E,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=width, BLOCK_DV=width_v, NUM_CONSUMERS=n_consumers, STAGES=2,
-        OUT_IN_Q=out_in_q, IS_CAUSAL=is_causal, IS_BAND=is_band, DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv,
-        REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
+        OUT_IN_Q=out_in_q, IS_CAUSAL=is_causal, IS_BAND=is_band,
+        HANDS_BACK=is_ragged or (is_causal and block_n % rows != 0), DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv,
+        IS_SPLIT=n_splits > 1, HEAD_DIM_V=v.shape[-1], REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
     )  # fmt: skip
-    if target is not out:
+    if n_splits > 1:
+        join_splits(split_out, split_lse, None, out, lse, 1.0)
+    elif target is not out:
         out.copy_(target)

@@ -47,15 +47,14 @@ STATS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 
 
 @gluon.jit
-def own_tile(n_tiles, heads_per_section, HAS_LIMIT: gl.constexpr):
-    """Which tile of which head (of all batches) this program owns.
+def own_tile(program, n_programs, n_tiles, heads_per_section, HAS_LIMIT: gl.constexpr):
+    """Which tile of which head (of all batches) a program owns.
 
     With limits tiles differ in length: within a section of heads, whose other side fits the L2 cache, every head's
     first tile starts first, which is the longest of keys under a causal mask, and short ones fill the gaps at the end.
     """
-    program = gl.program_id(0)
     if HAS_LIMIT:
-        n_heads = gl.num_programs(0) // n_tiles
+        n_heads = n_programs // n_tiles
         first_head = program // (n_tiles * heads_per_section) * heads_per_section
         n_section_heads = gl.minimum(heads_per_section, n_heads - first_head)
         rank = program - first_head * n_tiles
@@ -100,7 +99,7 @@ def _bounds(row, begin, end, lower, upper, ROWS: gl.constexpr, HAS_LOWER: gl.con
 @gluon.jit
 def _dq_tile(n_tiles, heads_per_section, HAS_LIMIT: gl.constexpr):
     """Which query tile of which head this program owns. Under a causal mask the last queries have the longest walk."""
-    tile, head = own_tile(n_tiles, heads_per_section, HAS_LIMIT)
+    tile, head = own_tile(gl.program_id(0), gl.num_programs(0), n_tiles, heads_per_section, HAS_LIMIT)
     return n_tiles - 1 - tile, head
 
 
@@ -291,7 +290,7 @@ def _dkdv_producer(
     D_PIECES: gl.constexpr = num_pieces(BLOCK_D)
     DV_PIECES: gl.constexpr = num_pieces(BLOCK_DV)
     STAGES: gl.constexpr = q_full.shape[0]
-    tile, kv_head = own_tile(n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    tile, kv_head = own_tile(gl.program_id(0), gl.num_programs(0), n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     batch = kv_head // n_kv_heads
     own_head = kv_head % n_kv_heads
     mbarrier.expect(own_full, D_PIECES * k_desc.block_type.nbytes + DV_PIECES * v_desc.block_type.nbytes)
@@ -452,7 +451,7 @@ def _dkdv_consumer(
     WIDTH: gl.constexpr = BLOCK_DV if GRADIENT == "v" else BLOCK_D
     OTHER_WIDTH: gl.constexpr = BLOCK_D if GRADIENT == "v" else BLOCK_DV
     PIECES: gl.constexpr = num_pieces(WIDTH)
-    tile, kv_head = own_tile(n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    tile, kv_head = own_tile(gl.program_id(0), gl.num_programs(0), n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     row = tile * 64
     begin, end = _tiles_to_walk(row, seq_kv, seq_q, lower, upper, 64, 64, HAS_LOWER, HAS_UPPER)
     sums = zero_sums(64, WIDTH)
