@@ -1519,6 +1519,17 @@ prompt_report.plot()
 prompt_report
 
 # %%
+# cuDNN takes the same time for 16 queries and for 256: its programs are as few as the tiles. FlashAttention-2 shares out
+# the keys, too. With 16 queries, which are lanes of one program here, we run at
+# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 16` its rate. With 32 and 64 most of our
+# tile of 128 is empty, and we run at :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 32` and
+# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 64`. With 128 queries no row is empty, and
+# four programs to a tile occupy 128 of the 132 multiprocessors of an H200: we run at
+# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 128` the rate of FlashAttention-2 and
+# :measured:`attention-fwd-prompt-fp16: triton_gallery / cuDNN at 128` that of cuDNN. From 512 on each side has programs
+# enough, and what remains is the difference between the kernels.
+
+# %%
 # Right of the ridge, thanks to what is not written
 # -------------------------------------------------
 #
@@ -1586,9 +1597,8 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions: {surplus:5.1%} more than is credited, forward {surplus / 2:5.1%}")
 
 # %%
-# So every causal curve begins low. At 16384 positions little of the difference is left. With most of ours it has even
-# turned: but for the forward pass with head dimension 64 they are quicker with a mask there than without; why, we have
-# not measured. Our rate over cuDNN's is
+# So every causal curve begins low. At 16384 positions little of the difference is left. With ours it has even turned:
+# they are quicker with a mask there than without; why, we have not measured. Our rate over cuDNN's is
 #
 # - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 #   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
@@ -1596,18 +1606,17 @@ for seq_len in (512, 1024, 4096, 16384):
 #   :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`, as cuDNN reaches
 #   :measured:`attention-fwd-head-dims-fp16: cuDNN at 128` there and
 #   :measured:`attention-fwd-d128-causal-fp16: cuDNN at 4096` here; why, we have not looked into)
-# - forward with short sequences even or ahead: at worst, with head dimension 64,
-#   :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and, with a mask,
-#   :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and with 128
+# - forward at worst, with head dimension 64, :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and,
+#   with a mask, :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and with 128
 #   :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` and, with a mask,
-#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst`; from 2048 positions on ahead
+#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst`; with a mask the worst is at 512 positions
 # - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
 #   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
 #   triton_gallery / cuDNN at worst` with 64
-# - backward without a mask about even, but behind with head dimension 128 and 16384 positions: from
+# - backward without a mask from even to a little ahead: from
 #   :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d128-fp16:
-#   triton_gallery / cuDNN at best` with 128, and from :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at
-#   worst` to :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at best` with 64
+#   triton_gallery / cuDNN at best` with head dimension 128, and from :measured:`attention-bwd-d64-fp16: triton_gallery /
+#   cuDNN at worst` to :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at best` with 64
 #
 # (In two earlier records of the same kernels, of an H100, the backward pass without a mask, with head dimension 64, was
 # far behind at 4096 positions. The cause is unknown.)
