@@ -1519,8 +1519,8 @@ prompt_report.plot()
 prompt_report
 
 # %%
-# cuDNN takes the same time for 16 queries and for 256: its programs are as few as the tiles. FlashAttention-2 shares out
-# the keys, too. With 16 queries, which are lanes of one program here, we run at
+# cuDNN takes the same time for 16 queries and for 256: its programs are as few as the tiles. FlashAttention-2 shares
+# out the keys, too. With 16 queries, which are lanes of one program here, we run at
 # :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 16` its rate. With 32 and 64 most of our
 # tile of 128 is empty, and we run at :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 32` and
 # :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 64`. With 128 queries no row is empty, and
@@ -1609,14 +1609,14 @@ for seq_len in (512, 1024, 4096, 16384):
 # - forward at worst, with head dimension 64, :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and,
 #   with a mask, :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and with 128
 #   :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` and, with a mask,
-#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst`; with a mask the worst is at 512 positions
+#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst`; with a mask that is at 512 positions
 # - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
 #   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
 #   triton_gallery / cuDNN at worst` with 64
 # - backward without a mask from even to a little ahead: from
 #   :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d128-fp16:
-#   triton_gallery / cuDNN at best` with head dimension 128, and from :measured:`attention-bwd-d64-fp16: triton_gallery /
-#   cuDNN at worst` to :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at best` with 64
+#   triton_gallery / cuDNN at best` with head dimension 128, and from :measured:`attention-bwd-d64-fp16:
+#   triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at best` with 64
 #
 # (In two earlier records of the same kernels, of an H100, the backward pass without a mask, with head dimension 64, was
 # far behind at 4096 positions. The cause is unknown.)
