@@ -710,10 +710,11 @@ except ValueError as error:
 #
 # Without a mask all these programs take the same time, and the last round of them is rarely a full one. In the sweeps
 # below, with head dimension 128, there are 2048 tiles of keys for 132 multiprocessors: fifteen full rounds, and 68
-# tiles for which 64 multiprocessors would wait. So several programs share each of these last tiles, each with a part of
-# the queries. They write their :math:`dK` and :math:`dV` in float32, and the kernel that narrows :math:`dQ` at the end
-# adds them up, always in the same order. (Under a causal mask short tiles come last, and fill the gaps. There programs
-# share tiles only where all tiles together are fewer than the multiprocessors.)
+# tiles for which 64 multiprocessors would wait. So from 2048 positions on three to seven programs share each of these
+# last tiles, each with a part of the queries. (With fewer positions a tile is done too soon for that to pay.) They
+# write their :math:`dK` and :math:`dV` in float32, and the kernel that narrows :math:`dQ` at the end adds them up,
+# always in the same order. Under a causal mask short tiles come last, and fill the gaps. There, and under a window,
+# programs share tiles only where all tiles together are no more than the multiprocessors.
 #
 # Two more kernels sum nothing in memory. In one of them a program owns 128 queries and keeps their :math:`dQ` in
 # registers while it walks along the keys, as the forward kernel does. In the other it owns 64 keys, and the registers
@@ -843,8 +844,8 @@ ladder
 # :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
 # (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
-# The fourth version asks the cache for half as much and waits half as often, and still it is faster at one length
-# alone. Its rate over the third one's is
+# The fourth version asks the cache for half as much and waits half as often, and still it is slower at every length.
+# Its rate over the third one's is
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 512` at 512 positions,
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048,
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at 8192 and
@@ -854,8 +855,8 @@ ladder
 # there is less other work to turn to.
 #
 # What remains is waiting: products and exponentials take turns. On Hopper the last step of the library is the division
-# of labour that the section above describes. It saves few operations (Hopper's kernels leave out a quarter of each tile
-# on the diagonal of a causal mask), and lets both units work at the same time.
+# of labour that the section above describes. It saves few operations (Hopper's forward kernel leaves out a quarter of
+# each tile on the diagonal of a causal mask), and lets both units work at the same time.
 
 # %%
 # At the rate of a matrix product?
@@ -1379,8 +1380,8 @@ report_fp32_bwd
 # all words so far. Let us count. With :math:`g` heads of queries to a head of keys, each of the latter takes
 # :math:`4 g S D` operations for :math:`4 S D` bytes of :math:`K` and :math:`V` in float16. That is :math:`g` per
 # byte, 1 or 4 in the sweep below, so the limit is the memory's, not the matrix unit's. With one sequence the kernel for
-# many queries is at its worst. Its tile of 128 queries holds one, which costs little. But 32 heads make 32 programs,
-# for 132 multiprocessors.
+# many queries is at its worst. Its tile of 128 queries holds one, which costs little. But 32 heads make 32 tiles, and
+# with a program to each most of 132 multiprocessors have nothing to do.
 #
 # So the keys are shared out: each program walks along a part of them, a *split*, and writes what it has found, its sums
 # and its maximum. The rule by which a row joined its tiles holds for splits as well, and a second kernel joins them.
@@ -1452,7 +1453,7 @@ decode_report
 # :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`, or
 # :measured:`attention-decode-fp16: triton_gallery / copy of as many bytes at 1×8×4096` of a copy of as many bytes. The
 # last shape has 512 heads that share nothing. It takes no splits, and with
-# :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` it is the nearest to a copy.
+# :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` of it, it is as fast as a copy.
 #
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096`
 # cuDNN's rate. With one of 32768 we are about even, at
@@ -1472,7 +1473,8 @@ decode_report
 # there are at most half as many tiles of queries as multiprocessors, and enough keys, several programs walk a part of
 # the keys each. They write their part of the output in float32, with its logsumexp :math:`L_i`, and the same second
 # kernel joins them: the weight of a part is :math:`e^{L_i - L}`, so :math:`L_i` stands in for the maximum, and the sum
-# is 1.
+# is 1. (There are no splits with a window to the left, nor with a causal mask that begins with query 0 at key 0, whose
+# first tiles have few keys. A mask that ends with the last query at the last key leaves each tile most of the cache.)
 #
 # The sweep has 32 heads of queries, which share 8 heads of 32768 keys, and no mask. With 16 queries the lanes are just
 # full. From 32 on the kernel for Hopper has them, with four programs to a tile up to 128 queries and two with 256. 512
@@ -1519,15 +1521,17 @@ prompt_report.plot()
 prompt_report
 
 # %%
-# cuDNN takes the same time for 16 queries and for 256: its programs are as few as the tiles. FlashAttention-2 shares
-# out the keys, too. With 16 queries, which are lanes of one program here, we run at
-# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 16` its rate. With 32 and 64 most of our
-# tile of 128 is empty, and we run at :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 32` and
+# cuDNN takes the same time for 16 queries and for 256, as it would with a program to each tile. FlashAttention-2 shares
+# out the keys, too. With 16 queries, which fill a tile of lanes here, we run at
+# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 16` its rate. With 32 and 64 three quarters
+# and half of our tile of 128 are empty, and we run at
+# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 32` and
 # :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 64`. With 128 queries no row is empty, and
 # four programs to a tile occupy 128 of the 132 multiprocessors of an H200: we run at
 # :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 128` the rate of FlashAttention-2 and
-# :measured:`attention-fwd-prompt-fp16: triton_gallery / cuDNN at 128` that of cuDNN. From 512 on each side has programs
-# enough, and what remains is the difference between the kernels.
+# :measured:`attention-fwd-prompt-fp16: triton_gallery / cuDNN at 128` that of cuDNN. From 512 on cuDNN has programs
+# enough, too, and what remains is the difference between the kernels. (FlashAttention-2 reaches less at 512 than at 256
+# and at 1024; why, we have not looked into.)
 
 # %%
 # Right of the ridge, thanks to what is not written
@@ -1585,7 +1589,7 @@ print(prompt_report.summary())
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
 # curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
 # and its division and store at the end, which a short walk along the keys pays for more often. At 16384 positions our
-# curves and cuDNN's are a little below their best; why, we have not measured.
+# curves are some per cent below their best, and cuDNN's a little; why, we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count. That is the
@@ -1617,9 +1621,6 @@ for seq_len in (512, 1024, 4096, 16384):
 #   :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d128-fp16:
 #   triton_gallery / cuDNN at best` with head dimension 128, and from :measured:`attention-bwd-d64-fp16:
 #   triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at best` with 64
-#
-# (In two earlier records of the same kernels, of an H100, the backward pass without a mask, with head dimension 64, was
-# far behind at 4096 positions. The cause is unknown.)
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
@@ -1759,8 +1760,8 @@ check(tg.attention(q1[None], k1[None], v1[None], is_causal=True, window=16)[0], 
 # Exercises
 # ---------
 #
-# 1. `_attention_join_kernel` joins splits by their maxima and sums. If each split is an attention of its own, their
-#    results and logsumexps are enough. Show in PyTorch how to join, with `tg.attention(..., return_lse=True)` on two
+# 1. `_attention_join_kernel` joins splits by their maxima and sums or, where each split is an attention of its own, by
+#    their results and logsumexps. Show the latter in PyTorch, with `tg.attention(..., return_lse=True)` on two
 #    halves of the keys. (Hint: the results are averaged, with the softmax of their logsumexps as weights.)
 # 2. What if `start` in `_attention_fwd_kernel` counted from the beginning? Suppose four multiprocessors, eight tiles of
 #    queries under a causal mask, and for each tile of queries as many units of time as it has tiles of keys. Draw who

@@ -1157,9 +1157,10 @@ def attention(
         one number a query for the forward and two for the backward, and the float32 gradient of q that Hopper's kernels
         keep (see below). To it come splits, where up to 64 queries (16 in float32, none in float64) share 512 keys or
         more and heads are few or shared, as in decoding: several programs share the keys, and each needs room for a
-        float32 copy of the output. On Hopper splits also serve more queries, where they would not fill half the GPU;
-        and in the backward pass without a mask several programs may share a tile of 128 keys, each with a float32 copy
-        of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
+        float32 copy of the output. On Hopper splits also serve more queries, in 16 bits, where their tiles fill at most
+        half of the GPU (but not with a limit to the left, nor with a causal mask that begins with query 0 at key 0),
+        and in the backward pass of rows of up to 128 numbers several programs may share a tile of 128 keys, each with a
+        float32 copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
         Hopper, and so may the output and the gradients be.
 
         On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so

@@ -1,9 +1,9 @@
 """Flash attention backward for Hopper, in Gluon: dQ, dK and dV in one pass over the tiles.
 
-A program owns 128 keys, keeps their dK and dV in registers and walks the queries; one warp group starts TMA copies, two
-do the arithmetic. dQ is summed in float32 memory by TMA reductions, whose order is not fixed, so dQ may differ in its
-last bits between runs (dK and dV do not). Where that matters, this kernel leaves dQ to `attention_gradients`, which
-also has the three gradients of rows past 128 numbers.
+A program owns 128 keys, keeps their dK and dV in registers and walks the queries, or shares them with other programs
+that walk other queries; one warp group starts TMA copies, two do the arithmetic. dQ is summed in float32 memory by TMA
+reductions, whose order is not fixed, so dQ may differ in its last bits between runs (dK and dV do not). Where that
+matters, this kernel leaves dQ to `attention_gradients`, which also has the three gradients of rows past 128 numbers.
 
 Source: Shah et al., FlashAttention-3 (2024), for the order of the products.
 """
@@ -388,7 +388,7 @@ def _attention_bwd_hopper_kernel(
     EVEN_Q: gl.constexpr,  # no tile of queries passes their end
     EVEN_KV: gl.constexpr,
 ):
-    """A program owns a key tile (128 keys) of one head of keys: its dK and dV, and its share of dQ."""
+    """A program owns a key tile (128 keys) of one head, or a part of one: its dK and dV, and its share of dQ."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = allocate(STAGES, q_desc, 1)
     dout_smem = allocate(STAGES, dout_desc, 1)
