@@ -15,6 +15,16 @@ FUZZ = pytest.mark.parametrize(
     "fuzz", [FEW, *(pytest.param(50, marks=_MANY, id=f"50-{i}") for i in range(16))], indirect=True
 )
 
+
+def in_turn(some, others):
+    """Pairs of values for two parameters, in which each meets every other one; `make fuzz` takes the rest, too."""
+    return [
+        pytest.param(a, b, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, a in enumerate(some)
+        for j, b in enumerate(others)
+    ]
+
+
 # Rows that can be read 16 bytes at a time though 16 does not divide their lengths, and rows that narrowly cannot.
 LAYOUTS = pytest.mark.parametrize(
     ("n_cols", "stride", "offset"),

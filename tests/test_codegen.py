@@ -115,21 +115,13 @@ def chained(x):
         raise ValueError("chained: there must be a head") from error
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (misspelt, r"(?s)misspelt failed for sm_90: .*def _misspelt.*no_such_method"),
-        (uneven, r"(?s)uneven failed for sm_90: .*def _uneven.*arange.*power of 2"),
-        (chained, "chained failed for sm_90: ValueError: chained: there must be a head"),
-    ],
-)
-def test_inspect_says_what_is_wrong_where(function, message):
-    with pytest.raises(RuntimeError, match=message):
-        codegen.inspect(function, torch.empty(8, device="meta"), targets=["sm_90"])
-
-
 def empty(*shape, dtype=torch.float16):
     return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+# A call that several tests compile, and where they share what one process keeps of it.
+ADD = (triton_gallery.add, *[empty(2**20)] * 2)
+in_one_process = pytest.mark.xdist_group("codegen")
 
 
 def test_child_compiles_whatever_this_process_does():
@@ -139,9 +131,9 @@ def test_child_compiles_whatever_this_process_does():
         codegen.inspect(complain, torch.zeros(3, dtype=torch.int8), targets=["sm_90"])
 
 
+@in_one_process
 def test_add_for_every_target():
-    x = empty(2**20)
-    report = codegen.inspect(triton_gallery.add, x, x)
+    report = codegen.inspect(*ADD)
     assert [k.target for k in report.kernels] == list(codegen.TARGETS)
     for kernel in report.kernels:
         assert kernel.name == "_add_kernel" and kernel.num_warps == 4
@@ -152,8 +144,9 @@ def test_add_for_every_target():
     assert by_target["gfx942"] == (64, 64)  # 1024 elements over 256 threads leave four for each
 
 
+@in_one_process
 def test_source_by_stage():
-    report = codegen.inspect(triton_gallery.add, empty(2**20), empty(2**20))
+    report = codegen.inspect(*ADD)
     assert ".target sm_90a" in report.source()
     assert "LDG.E.128" in report.source("_add_kernel", target="sm_80", kind="sass")
     assert "buffer_load_dwordx2" in report.source(target="gfx942", kind="amdgcn")
@@ -166,45 +159,6 @@ def test_source_by_stage():
         report.source(target="gfx942", kind="sass")
     with pytest.raises(ValueError, match=r"llir, ptx, sass, got \['ptx'\]"):
         report.source(kind=["ptx"])
-
-
-def test_matrix_instructions_by_family():
-    report = codegen.inspect(dot, empty(64, 64), empty(64, 64))
-    families = {k.target: list(k.matrix) for k in report.kernels}
-    assert families == {"sm_80": ["mma"], "sm_90": ["wgmma"], "sm_100": ["tcgen05"], "gfx942": ["mfma"]}
-    assert all(k.shared > 0 for k in report.kernels if k.target != "gfx942")
-
-
-@pytest.mark.parametrize(("offset", "bits"), [(0, 128), (1, 16)], ids=["aligned", "odd-address"])
-def test_load_width_follows_alignment(offset, bits):
-    (kernel,) = codegen.inspect(copy, empty(2048)[offset:], targets=["sm_90"]).kernels
-    assert kernel.load_bits == bits
-
-
-def test_spills_are_counted():
-    (kernel,) = codegen.inspect(centre, empty(16384, dtype=torch.float32), targets=["sm_90"]).kernels
-    assert kernel.registers <= 255 and kernel.spills > 0 and kernel.stack > 0
-
-
-def test_tensor_descriptor_becomes_tma():
-    report = codegen.inspect(copy_through_descriptor, empty(64, 64), targets=["sm_80", "sm_90"])
-    assert [(k.tma_loads, k.tma_stores) for k in report.kernels] == [(0, 0), (1, 1)]
-    assert "TMA" in str(report)
-
-
-def test_backward_compiles_the_gradients_kernels():
-    (kernel,) = codegen.inspect(_Twice.apply, empty(2048), targets=["sm_90"], backward=True).kernels
-    assert kernel.name == "_copy_kernel"
-
-
-def test_nothing_launched():
-    report = codegen.inspect(triton_gallery.add, empty(0), empty(0), targets=["sm_90"])
-    assert report.kernels == () and "no kernel" in str(report) and "no kernel" in report._repr_html_()
-
-
-def test_partial_function():
-    report = codegen.inspect(functools.partial(triton_gallery.add, alpha=2), empty(64), empty(64), targets=["sm_90"])
-    assert report.kernels[0].name == "_add_strided_kernel"
 
 
 @triton.jit
@@ -221,38 +175,113 @@ def double(x):
     _tuned_kernel[(1,)](x)
 
 
-def test_kernels_that_are_launched_without_the_package():
-    report = codegen.inspect(double, empty(128), targets=["sm_90"])
-    assert [kernel.name for kernel in report.kernels] == ["_double_kernel"] * 3
-    assert sorted(re.search(r"end = (\d+)", kernel.asm["ttir"])[1] for kernel in report.kernels) == ["128", "32", "64"]
+CALLS = {
+    "misspelt": (misspelt, [empty(8)]),
+    "uneven": (uneven, [empty(8)]),
+    "chained": (chained, [empty(8)]),
+    "dot": (dot, [empty(64, 64)] * 2),
+    "aligned": (copy, [empty(2048)]),
+    "odd address": (copy, [empty(2048)[1:]]),
+    "large": (centre, [empty(16384, dtype=torch.float32)]),
+    "descriptor": (copy_through_descriptor, [empty(64, 64)]),
+    "nothing": (triton_gallery.add, [empty(0)] * 2),
+    "partial": (functools.partial(triton_gallery.add, alpha=2), [empty(64)] * 2),
+    "without the package": (double, [empty(128)]),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What one child says of all these calls: for each of them and each target, its kernels or what is wrong."""
+    calls = [(function, args, {}, False) for function, args in CALLS.values()]
+    outcomes = codegen._compile(codegen._pack(calls, codegen.TARGETS))
+    return {name: dict(zip(codegen.TARGETS, found, strict=True)) for name, found in zip(CALLS, outcomes, strict=True)}
+
+
+@in_one_process
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("misspelt", r"(?s).*def _misspelt.*no_such_method"),
+        ("uneven", r"(?s).*def _uneven.*arange.*power of 2"),
+        ("chained", "ValueError: chained: there must be a head"),
+    ],
+)
+def test_what_is_wrong_is_told_where_it_is(compiled, name, message):
+    assert re.match(message, compiled[name]["sm_90"])
+
+
+@in_one_process
+def test_matrix_instructions_by_family(compiled):
+    families = {target: list(kernel.matrix) for target, (kernel,) in compiled["dot"].items()}
+    assert families == {"sm_80": ["mma"], "sm_90": ["wgmma"], "sm_100": ["tcgen05"], "gfx942": ["mfma"]}
+    assert all(kernel.shared > 0 for target, (kernel,) in compiled["dot"].items() if target != "gfx942")
+
+
+@in_one_process
+@pytest.mark.parametrize(("name", "bits"), [("aligned", 128), ("odd address", 16)])
+def test_load_width_follows_alignment(compiled, name, bits):
+    (kernel,) = compiled[name]["sm_90"]
+    assert kernel.load_bits == bits
+
+
+@in_one_process
+def test_spills_are_counted(compiled):
+    (kernel,) = compiled["large"]["sm_90"]
+    assert kernel.registers <= 255 and kernel.spills > 0 and kernel.stack > 0
+
+
+@in_one_process
+def test_tensor_descriptor_becomes_tma(compiled):
+    kernels = [kernel for target in ("sm_80", "sm_90") for kernel in compiled["descriptor"][target]]
+    assert [(k.tma_loads, k.tma_stores) for k in kernels] == [(0, 0), (1, 1)]
+    assert "TMA" in str(codegen.Report(tuple(kernels)))
+
+
+def test_backward_compiles_the_gradients_kernels():
+    (kernel,) = codegen.inspect(_Twice.apply, empty(2048), targets=["sm_90"], backward=True).kernels
+    assert kernel.name == "_copy_kernel"
+
+
+@in_one_process
+def test_nothing_launched(compiled):
+    report = codegen.Report(tuple(compiled["nothing"]["sm_90"]))
+    assert report.kernels == () and "no kernel" in str(report) and "no kernel" in report._repr_html_()
+
+
+@in_one_process
+def test_partial_function(compiled):
+    assert compiled["partial"]["sm_90"][0].name == "_add_strided_kernel"
+
+
+@in_one_process
+def test_kernels_that_are_launched_without_the_package(compiled):
+    kernels = compiled["without the package"]["sm_90"]
+    assert [kernel.name for kernel in kernels] == ["_double_kernel"] * 3
+    assert sorted(re.search(r"end = (\d+)", kernel.asm["ttir"])[1] for kernel in kernels) == ["128", "32", "64"]
 
 
 def test_settings_of_torch_are_those_of_the_call():
-    x, before = empty(64, 64, dtype=torch.float32), torch.get_float32_matmul_precision()
+    x, q, before = empty(64, 64, dtype=torch.float32), empty(1, 2, 128, 64), torch.get_float32_matmul_precision()
+    calls = [(triton_gallery.matmul, [x, x], {}, False), (triton_gallery.attention, [q, q, q], {}, True)]
+
+    def kernels(precision, deterministic):
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic)
+        (((product,),), (gradients,)) = codegen._compile(codegen._pack(calls, ("sm_90",)))
+        return product.matrix, {kernel.name for kernel in gradients}
+
     try:
-        torch.set_float32_matmul_precision("high")
-        (rounded,) = codegen.inspect(triton_gallery.matmul, x, x, targets=["sm_80"]).kernels
+        rounded, atomic = kernels("high", False)
+        whole, repeatable = kernels("highest", True)
     finally:
         torch.set_float32_matmul_precision(before)
-    (whole,) = codegen.inspect(triton_gallery.matmul, x, x, targets=["sm_80"]).kernels
-    assert rounded.matrix.keys() == {"mma"} and not whole.matrix
+        torch.use_deterministic_algorithms(False)
+    assert 0 < rounded["wgmma"] < whole["wgmma"]  # a float32 product takes several of parts that are rounded
+    assert "_attention_dq_hopper_kernel" in repeatable - atomic
 
 
-def test_deterministic_algorithms_are_those_of_the_call():
-    def kernels(flag):
-        torch.use_deterministic_algorithms(flag)
-        try:
-            q = empty(1, 2, 128, 64)
-            return {
-                k.name
-                for k in codegen.inspect(triton_gallery.attention, q, q, q, targets=["sm_90"], backward=True).kernels
-            }
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    assert "_attention_dq_hopper_kernel" in kernels(True) - kernels(False)
-
-
+@in_one_process
 def test_same_call_is_compiled_once(monkeypatch):
     before = codegen.inspect(copy, empty(2048), targets=["sm_90"])
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a second child was started"))
@@ -275,6 +304,7 @@ def test_refuses_an_unknown_target(target):
         codegen.inspect(copy, empty(2048), targets=[target])
 
 
+@in_one_process
 def test_one_target_needs_no_list():
     request = codegen._pack([(copy, (empty(2048),), {}, False)], ("sm_90",))
     assert codegen.inspect(copy, empty(2048), targets="sm_90").kernels == tuple(codegen._compile(request)[0][0])
@@ -398,19 +428,16 @@ def test_without_ptxas_the_ptx_is_still_read(tmp_path):
 # --- line by line ---
 
 
-def meta(*shape):
-    return torch.empty(shape, dtype=torch.float16, device="meta")
-
-
 def at(listing, text):
     """The only line of the source that contains `text`."""
     (i,) = [i for i, line in enumerate(listing.source) if text in line]
     return i
 
 
+@in_one_process
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_listing_puts_instructions_beside_their_line(target):
-    listing = codegen.listing(triton_gallery.softmax, meta(4096, 1024), target=target)
+    listing = codegen.listing(triton_gallery.softmax, empty(4096, 1024), target=target)
     assert (listing.kernel, listing.target) == ("_softmax_fwd_kernel", target)
     machine = {"sm_90": "ptx", "gfx942": "amdgcn"}[target]
     load, store, maximum = at(listing, "tl.load("), at(listing, "tl.store("), at(listing, "tl.max(")
@@ -431,12 +458,12 @@ def test_listing_puts_instructions_beside_their_line(target):
         assert "SHFL" in found["sass"][len(listing.source)]
 
 
+@in_one_process
 def test_listing_loses_no_instruction():
-    listing = codegen.listing(triton_gallery.add, meta(2**20), meta(2**20), stages=["ptx"])
+    listing = codegen.listing(*ADD, stages=["ptx"])
     (lines,) = listing.stages.values()
     instructions = [line for texts in lines.values() for line in texts]
-    report = codegen.inspect(triton_gallery.add, meta(2**20), meta(2**20), targets=["sm_90"])
-    body = report.source().partition("{")[2]
+    body = codegen.inspect(*ADD).source().partition("{")[2]
     written = [line.strip() for line in body.splitlines()]
     names = [line.split()[0] for line in written if line.endswith(";") and not line.startswith(".")]
     assert sorted(line.split()[0] for line in instructions if line.endswith(";")) == sorted(names)
@@ -450,15 +477,10 @@ def test_inspect_finds_modules_of_the_current_folder(tmp_path):
     assert result.stdout.strip() == "_add_kernel", result.stderr
 
 
-def test_what_the_child_prints_is_no_answer(tmp_path, monkeypatch):
+def test_neither_what_the_child_prints_nor_an_entry_of_the_path_that_is_no_text_matters(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("print('hello', flush=True)\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path, tmp_path])
     assert codegen.inspect(copy, empty(3, 5), targets="sm_80").kernels[0].name == "_copy_kernel"
-
-
-def test_entries_of_the_path_that_are_no_text_are_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
-    assert codegen.inspect(copy, empty(5, 3), targets="sm_80").kernels[0].name == "_copy_kernel"
 
 
 def test_a_module_that_changed_is_compiled_anew(tmp_path, monkeypatch):
@@ -477,7 +499,7 @@ def test_what_cannot_travel_to_the_compiling_process_is_refused():
     with pytest.raises(
         TypeError, match="inspect: function and arguments must travel to another process: cannot pickle"
     ):
-        codegen.inspect(triton_gallery.add, meta(64), (n for n in range(3)), targets=["sm_80"])
+        codegen.inspect(triton_gallery.add, empty(64), (n for n in range(3)), targets=["sm_80"])
 
 
 def test_listing_tells_files_apart_whose_names_end_alike():
@@ -487,8 +509,9 @@ def test_listing_tells_files_apart_whose_names_end_alike():
     assert found[12] == ["MINE"] and found[20] == ["THEIRS"]
 
 
+@in_one_process
 def test_listing_as_text_and_html():
-    listing = codegen.listing(triton_gallery.add, meta(64), meta(64), stages=["ttir"])
+    listing = codegen.listing(*ADD, stages=["ttir"])
     text, html = str(listing), listing._repr_html_()
     assert text.splitlines()[0] == listing.source[0] == "@triton.jit"
     assert "  ttir    tt.store" in text
@@ -496,15 +519,16 @@ def test_listing_as_text_and_html():
     assert "!tt.ptr&lt;" in html and "/home" not in html
 
 
+@in_one_process
 def test_listing_takes_stages_from_a_generator():
-    listing = codegen.listing(triton_gallery.add, meta(64), meta(64), stages=(kind for kind in ["ttir"]))
-    assert listing.stages.keys() == {"ttir"}
+    assert codegen.listing(*ADD, stages=(kind for kind in ["ttir"])).stages.keys() == {"ttir"}
 
 
+@in_one_process
 def test_listing_takes_the_name_of_one_stage():
-    assert codegen.listing(triton_gallery.add, meta(64), meta(64), stages="ttir").stages.keys() == {"ttir"}
+    assert codegen.listing(*ADD, stages="ttir").stages.keys() == {"ttir"}
     with pytest.raises(ValueError, match=r"listing: stages must be among ttir, ttgir, ptx.*, got 3"):
-        codegen.listing(triton_gallery.add, meta(64), meta(64), stages=3)
+        codegen.listing(*ADD, stages=3)
 
 
 def test_listing_refuses_what_inspect_does_by_its_own_name():
@@ -524,12 +548,13 @@ def test_listing_refuses_what_inspect_does_by_its_own_name():
         codegen.listing(os._exit, 3)
 
 
+@in_one_process
 def test_listing_refuses():
     with pytest.raises(ValueError, match="listing: add launched no kernel"):
-        codegen.listing(triton_gallery.add, meta(0), meta(0))
+        codegen.listing(triton_gallery.add, empty(0), empty(0))
     with pytest.raises(ValueError, match=r"kernel must be one of _add_kernel, got '_sub_kernel'"):
-        codegen.listing(triton_gallery.add, meta(64), meta(64), kernel="_sub_kernel")
+        codegen.listing(*ADD, kernel="_sub_kernel")
     with pytest.raises(ValueError, match=r"stages must be among ttir, ttgir, amdgcn, got 'ptx'"):
-        codegen.listing(triton_gallery.add, meta(64), meta(64), target="gfx942", stages=["ttir", "ptx"])
+        codegen.listing(triton_gallery.softmax, empty(4096, 1024), target="gfx942", stages=["ttir", "ptx"])
     with pytest.raises(RuntimeError, match=r"listing: add failed for sm_90: .*broadcast"):
-        codegen.listing(triton_gallery.add, meta(64), meta(63))
+        codegen.listing(triton_gallery.add, empty(64), empty(63))

@@ -194,6 +194,15 @@ CASES = [
         targets=("sm_90",),
         slow=True,
     ),
+    # Programs that share the keys of a query tile, and in the backward pass the queries of a key tile.
+    Case(
+        "attention",
+        [(1, 8, 512, 128), (1, 2, 8192, 128), (1, 2, 8192, 128)],
+        (F16,),
+        {"is_causal": True, "causal_alignment": "bottom-right", "enable_gqa": True},
+        matrix=True,
+        targets=("sm_90",),
+    ),
     Case("attention", [(1, 4, 16, 256), (1, 4, 8192, 256), (1, 4, 8192, 256)], (BF16,), {"is_causal": True}),
 ]
 
@@ -242,6 +251,7 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("attention 2x4x1000x128 2x4x1000x128", "sm_90"): (1216, "the same kernel, and masks at both ends of a walk"),
     ("attention 2x4x1000x80", "sm_90"): (88, "the same with fewer columns"),
     ("attention 2x4x1000x128 2x2x1000x128", "sm_90"): (496, "the same kernel, and a loop over the heads of a group"),
+    ("attention 1x8x512x128", "sm_90"): (496, "the same"),
     ("attention 2x4x1000x256", "sm_90"): (116, "a gradient of 256 columns, and masks at both ends of a walk"),
     ("attention 1x4x16x256", "sm_90"): (108, "the same with one mask, with Triton 3.9 alone"),
     ("attention 2x4x1024x64", "sm_90"): (
@@ -264,14 +274,16 @@ def _batch(name: str, target: str) -> str:
     return f"{target} {name.split()[0]}" if target == "sm_90" else target
 
 
+# (i, n) for a target: of a function's cases from the second on, it compiles the i-th of each n. With these no kernel is
+# left out, each of those for sm_90 is compiled for it, and so are most cases that spill.
+TURNS = {"sm_90": (0, 2), "sm_80": (3, 6), "sm_100": (4, 6), "gfx942": (2, 6), "sm_86": (2, 4), "sm_120": (3, 4)}
+
+
 def _is_slow(name: str, target: str) -> bool:
-    """Targets take turns with the cases of a function, from the second on; `make fuzz` compiles all for each."""
+    """Targets take turns with the cases of a function; `make fuzz` compiles all for each."""
     function, case = name.split()[0], CALLS[name][1]
     number = [n for n in CALLS if n.split()[0] == function].index(name)
-    turns = {"sm_80": (0, 3), "sm_100": (1, 3), "gfx942": (2, 3), "sm_86": (0, 2), "sm_120": (1, 2)}
-    if function in ("softmax", "layer_norm"):  # which have by far the most cases
-        turns["sm_90"] = (0, 2)
-    turn, n_turns = turns.get(target, (0, 1))
+    turn, n_turns = TURNS[target]
     return case.slow or (number > 0 and number % n_turns != turn)
 
 
@@ -322,52 +334,41 @@ def test_expected_spills_name_cases():
         assert target in SHARED_LIMIT and any(part in name for name in CALLS), part
 
 
-@pytest.mark.xdist_group("rows")
-@pytest.mark.parametrize("op", ["softmax", "layer_norm"])
-def test_rows_of_multiples_of_16_bytes_are_moved_16_bytes_at_a_time(op):
-    """Triton itself asks of a number whether it is a multiple of 16, not whether it is one of 8."""
-    rows = [(4096, n) for n in (1000, 1032, 3000, 10_008, 60_008)]
-    tensors = [*(_tensor(shape, F16) for shape in rows), _tensor((4096, 1004), F32), _tensor((4096, 5004), F32)]
-    args = [[x] if op == "softmax" else [x, x.shape[1], *[_tensor(x.shape[1:], x.dtype)] * 2] for x in tensors]
-    # Not for Hopper, which has kernels of its own for long rows.
-    for kernel in compiled_for_sm_80(op, args):
-        assert kernel.load_bits == 128, kernel
-        assert not re.search(r"(ld|st)\.global\S*\.[bu]16\b", kernel.asm["ptx"]), kernel
-
-
-def compiled_for_sm_80(op, args):
-    """The kernels of some calls and of their gradients, less the one that sums columns."""
-    calls = [(getattr(triton_gallery, op), arg, {}, True) for arg in args]
-    for (kernels,) in codegen._compile(codegen._pack(calls, ("sm_80",))):
+def compiled_for_sm_80(inputs):
+    """(operation, tensor, kernel) of each kernel for these and for their gradients, less the one that sums columns."""
+    calls = []
+    for op, x in inputs:
+        rest = {"add": [x], "layer_norm": [x.shape[-1], *[_tensor(x.shape[1:], x.dtype)] * 2]}.get(op, [])
+        calls.append((getattr(triton_gallery, op), [x, *rest], {}, True))
+    for (op, x), (kernels,) in zip(inputs, codegen._compile(codegen._pack(calls, ("sm_80",))), strict=True):
         check(kernels, "sm_80", 4)
-        yield from (kernel for kernel in kernels if kernel.name != "_layer_norm_bwd_dwdb_kernel")
+        yield from ((op, x, kernel) for kernel in kernels if kernel.name != "_layer_norm_bwd_dwdb_kernel")
 
 
-@pytest.mark.xdist_group("rows")
-def test_rows_of_any_length_are_moved_16_bytes_at_a_time():
-    rows = [_tensor((16384, n), F16) for n in (261, 781, 2501, 8001)]
-    wide = [_tensor((4096, 779), F32)]
-    args = [[[x, x.shape[1], *[_tensor(x.shape[1:], x.dtype)] * 2] for x in xs] for xs in (rows, wide)]
-    norms, wide_norms = (compiled_for_sm_80("layer_norm", arg) for arg in args)
-    softmaxes = compiled_for_sm_80("softmax", [[x] for x in rows[1:3]])
-    for kernel in [
-        *norms,
-        *(k for k in wide_norms if "bwd" in k.name),
-        *(k for k in softmaxes if "bwd" not in k.name),
-    ]:
-        assert kernel.load_bits == kernel.store_bits == 128, kernel
+# Not for Hopper, which has kernels of its own for long rows.
+def test_rows_of_multiples_of_16_bytes_are_moved_16_bytes_at_a_time():
+    """Triton itself asks of a number whether it is a multiple of 16, not whether it is one of 8."""
+    rows = [_tensor((4096, n), F16) for n in (1000, 1032, 10_008, 60_008)]
+    rows += [_tensor((4096, 1004), F32), _tensor((4096, 5004), F32)]
+    between = _tensor((4096 * 1000 + 1,), F16)[1:].view(4096, 1000)
+    inputs = [(op, x) for op in ("softmax", "layer_norm") for x in rows]
+    for _, x, kernel in compiled_for_sm_80([*inputs, ("softmax", between)]):
+        if x is between and "fwd" in kernel.name:
+            assert kernel.load_bits == 16, kernel
+        else:
+            assert kernel.load_bits == 128, kernel
+            assert not re.search(r"(ld|st)\.global\S*\.[bu]16\b", kernel.asm["ptx"]), kernel
 
 
-def test_vectors_of_any_length_are_moved_16_bytes_at_a_time():
-    x = _tensor((2**20 + 1,), F16)
-    (kernel,) = codegen.inspect(triton_gallery.add, x, x, targets=["sm_80"]).kernels
-    assert kernel.load_bits == kernel.store_bits == 128
-
-
-def test_rows_that_begin_between_multiples_of_16_bytes_are_read_number_by_number():
-    x = _tensor((4096 * 1000 + 1,), F16)[1:].view(4096, 1000)
-    (kernel,) = codegen.inspect(triton_gallery.softmax, x, targets=["sm_80"]).kernels
-    assert kernel.load_bits == 16
+@pytest.mark.parametrize("lengths", [(261, 8001), pytest.param((781, 2501), marks=pytest.mark.slow)], ids=str)
+def test_rows_and_vectors_of_any_length_are_moved_16_bytes_at_a_time(lengths):
+    inputs = [("layer_norm", _tensor((16384, n), F16)) for n in lengths]
+    inputs += [("softmax", _tensor((16384, n), F16)) for n in (781, 2501)]
+    inputs += [("layer_norm", _tensor((4096, 779), F32)), ("add", _tensor((2**20 + 1,), F16))]
+    for op, x, kernel in compiled_for_sm_80(inputs):
+        is_narrow = op == "softmax" if "bwd" in kernel.name else x.dtype == F32
+        if not is_narrow:
+            assert kernel.load_bits == kernel.store_bits == 128, kernel
 
 
 def attention_that_repeats(*args, **kwargs):
@@ -375,12 +376,23 @@ def attention_that_repeats(*args, **kwargs):
     return triton_gallery.attention(*args, **kwargs)
 
 
-@pytest.mark.xdist_group("deterministic")
-@pytest.mark.parametrize("dtype", [F16, pytest.param(BF16, marks=pytest.mark.slow)], ids=str)
-def test_kernels_of_the_deterministic_mode_compile_within_limits(dtype):
-    tensors = {d: [_tensor((2, 4, 1000, d), dtype)] * 3 for d in (64, 128)}
-    masks = [{}, {"is_causal": True}, {"window": 256}]
-    calls = [(attention_that_repeats, args, kwargs, True) for args in tensors.values() for kwargs in masks]
+MASKS = ({}, {"is_causal": True}, {"window": 256})
+# Each mask, and of those with more columns the one that asks for most registers.
+DETERMINISTIC = [(64, {}), (64, {"is_causal": True}), (128, {"window": 256})]
+OTHERS = [(d, mask) for d in (64, 128) for mask in MASKS if (d, mask) not in DETERMINISTIC]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cases"),
+    [
+        (F16, DETERMINISTIC),
+        pytest.param(F16, OTHERS, marks=pytest.mark.slow),
+        pytest.param(BF16, DETERMINISTIC + OTHERS, marks=pytest.mark.slow),
+    ],
+    ids=["float16", "float16 others", "bfloat16"],
+)
+def test_kernels_of_the_deterministic_mode_compile_within_limits(dtype, cases):
+    calls = [(attention_that_repeats, [_tensor((2, 4, 1000, d), dtype)] * 3, mask, True) for d, mask in cases]
     # dk and dv fill the consumers' registers, as above, and masks want some. With Triton 3.9 a value or two is spilled
     # elsewhere.
     allowed = {(128, "is_causal"): 112, (128, "window"): 192}

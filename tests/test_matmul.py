@@ -11,7 +11,7 @@ import triton.language as tl
 from hypothesis import strategies as st
 
 import triton_gallery as tg
-from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
+from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch, in_turn
 from triton_gallery import hopper
 from triton_gallery._launch import cdiv, collapse, is_hopper, launch, num_multiprocessors
 from triton_gallery.hopper import matmul_plan
@@ -177,9 +177,12 @@ def test_matmul_broadcasts_as_torch(name):
     assert_matches_torch(a, b, random(*b_shape[1:][-1:]), "gelu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("rows", "K"), [(1, 1), (3, 31), (70, 31), (1, 20_001), (3, 4096), (70, 4096)])
-def test_products_with_a_vector(dtype, K, rows):
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), in_turn(FLOATS, [(1, 1), (3, 31), (70, 31), (1, 20_001), (3, 4096), (70, 4096)]), ids=str
+)
+def test_products_with_a_vector(dtype, sizes):
+    rows, K = sizes
+
     def compare(a, b, bias=None, activation=None):
         if dtype != torch.float64:
             assert_matches_torch(a, b, bias, activation)

@@ -65,6 +65,7 @@ def _imported(path: Path, module: ast.Module, definitions: dict[str, list[ast.st
     return texts
 
 
+@functools.cache
 def function_digest(source: str, name: str) -> str | None:
     """The digest of a function, which may be defined inside another, and of all it names; None where there is none."""
     definitions = _definitions(_parsed(source))

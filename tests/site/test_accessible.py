@@ -11,8 +11,8 @@ from conftest import CHROMIUM, KINDS, PAGES, each_kind
 
 RESULTS = "search.html?q=softmax"
 LOOKS = [(width, theme) for width in (360, 1280) for theme in ("light", "dark")]
-# One page of each kind in all of them, the others in one, by turns.
-LOOKED_AT = [(name, look) for name in (*KINDS, RESULTS) for look in LOOKS]
+# One page of each kind in both widths and both themes, the others in one look, by turns.
+LOOKED_AT = [(name, LOOKS[j]) for i, name in enumerate((*KINDS, RESULTS)) for j in ((0, 3), (1, 2))[i % 2]]
 LOOKED_AT += [(name, LOOKS[i % len(LOOKS)]) for i, name in enumerate(PAGES) if name not in KINDS]
 
 

@@ -1,5 +1,6 @@
 """The built site: a term's first use on a page of the guide or of the gallery leads to the glossary."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def body(site: Path, name: str):
     return BeautifulSoup((site / name).read_text(encoding="utf-8"), "html.parser").find(itemprop="articleBody")
 
 
+@functools.cache
 def glossary(site: Path) -> dict[str, str]:
     """Each term's anchor."""
     entries = body(site, GLOSSARY).select("dl.glossary dt")
