@@ -315,6 +315,21 @@ def test_splits_of_large_scores_join_exactly(size, device, monkeypatch):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0)
 
 
+def test_splits_join_by_their_logsumexps(device):
+    q, k, v = inputs((1, 2, 5, 16), (1, 2, 40, 16), torch.float32, device)
+    parts = [tg.attention(q, k[:, :, keys], v[:, :, keys], return_lse=True) for keys in (slice(13), slice(13, 40))]
+    expected = [x.clone() for x in tg.attention(q, k, v, return_lse=True)]
+    # One query sees no key of the first part, and another one no key at all.
+    (first_out, first_lse), (second_out, second_lse) = parts
+    for i, seen in ((1, parts[1]), (2, (torch.zeros_like(q), torch.full_like(first_lse, -INF)))):
+        first_out[:, :, i], first_lse[:, :, i] = 0, -INF
+        expected[0][:, :, i], expected[1][:, :, i] = seen[0][:, :, i], seen[1][:, :, i]
+    second_out[:, :, 2], second_lse[:, :, 2] = 0, -INF
+    out, lse = torch.empty_like(q), torch.empty_like(first_lse)
+    module.join_splits(*(torch.stack(x, 3) for x in zip(*parts, strict=True)), None, out, lse, 1.0)
+    torch.testing.assert_close((out, lse), tuple(expected))
+
+
 def test_few_queries_split_the_keys(device):
     n = module.num_multiprocessors(device)
     q, k = torch.empty(1, 8, 1, 64, device=device).half(), torch.empty(1, 2, 8192, 64, device=device).half()

@@ -191,11 +191,11 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def outcomes():
     """What one child says of all these calls: for each of them and each target, its kernels or what is wrong."""
     calls = [(function, args, {}, False) for function, args in CALLS.values()]
-    outcomes = codegen._compile(codegen._pack(calls, codegen.TARGETS))
-    return {name: dict(zip(codegen.TARGETS, found, strict=True)) for name, found in zip(CALLS, outcomes, strict=True)}
+    found = codegen._compile(codegen._pack(calls, codegen.TARGETS))
+    return {name: dict(zip(codegen.TARGETS, each, strict=True)) for name, each in zip(CALLS, found, strict=True)}
 
 
 @in_one_process
@@ -207,33 +207,33 @@ def compiled():
         ("chained", "ValueError: chained: there must be a head"),
     ],
 )
-def test_what_is_wrong_is_told_where_it_is(compiled, name, message):
-    assert re.match(message, compiled[name]["sm_90"])
+def test_what_is_wrong_is_told_where_it_is(outcomes, name, message):
+    assert re.match(message, outcomes[name]["sm_90"])
 
 
 @in_one_process
-def test_matrix_instructions_by_family(compiled):
-    families = {target: list(kernel.matrix) for target, (kernel,) in compiled["dot"].items()}
+def test_matrix_instructions_by_family(outcomes):
+    families = {target: list(kernel.matrix) for target, (kernel,) in outcomes["dot"].items()}
     assert families == {"sm_80": ["mma"], "sm_90": ["wgmma"], "sm_100": ["tcgen05"], "gfx942": ["mfma"]}
-    assert all(kernel.shared > 0 for target, (kernel,) in compiled["dot"].items() if target != "gfx942")
+    assert all(kernel.shared > 0 for target, (kernel,) in outcomes["dot"].items() if target != "gfx942")
 
 
 @in_one_process
 @pytest.mark.parametrize(("name", "bits"), [("aligned", 128), ("odd address", 16)])
-def test_load_width_follows_alignment(compiled, name, bits):
-    (kernel,) = compiled[name]["sm_90"]
+def test_load_width_follows_alignment(outcomes, name, bits):
+    (kernel,) = outcomes[name]["sm_90"]
     assert kernel.load_bits == bits
 
 
 @in_one_process
-def test_spills_are_counted(compiled):
-    (kernel,) = compiled["large"]["sm_90"]
+def test_spills_are_counted(outcomes):
+    (kernel,) = outcomes["large"]["sm_90"]
     assert kernel.registers <= 255 and kernel.spills > 0 and kernel.stack > 0
 
 
 @in_one_process
-def test_tensor_descriptor_becomes_tma(compiled):
-    kernels = [kernel for target in ("sm_80", "sm_90") for kernel in compiled["descriptor"][target]]
+def test_tensor_descriptor_becomes_tma(outcomes):
+    kernels = [kernel for target in ("sm_80", "sm_90") for kernel in outcomes["descriptor"][target]]
     assert [(k.tma_loads, k.tma_stores) for k in kernels] == [(0, 0), (1, 1)]
     assert "TMA" in str(codegen.Report(tuple(kernels)))
 
@@ -244,19 +244,19 @@ def test_backward_compiles_the_gradients_kernels():
 
 
 @in_one_process
-def test_nothing_launched(compiled):
-    report = codegen.Report(tuple(compiled["nothing"]["sm_90"]))
+def test_nothing_launched(outcomes):
+    report = codegen.Report(tuple(outcomes["nothing"]["sm_90"]))
     assert report.kernels == () and "no kernel" in str(report) and "no kernel" in report._repr_html_()
 
 
 @in_one_process
-def test_partial_function(compiled):
-    assert compiled["partial"]["sm_90"][0].name == "_add_strided_kernel"
+def test_partial_function(outcomes):
+    assert outcomes["partial"]["sm_90"][0].name == "_add_strided_kernel"
 
 
 @in_one_process
-def test_kernels_that_are_launched_without_the_package(compiled):
-    kernels = compiled["without the package"]["sm_90"]
+def test_kernels_that_are_launched_without_the_package(outcomes):
+    kernels = outcomes["without the package"]["sm_90"]
     assert [kernel.name for kernel in kernels] == ["_double_kernel"] * 3
     assert sorted(re.search(r"end = (\d+)", kernel.asm["ttir"])[1] for kernel in kernels) == ["128", "32", "64"]
 
