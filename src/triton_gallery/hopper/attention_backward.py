@@ -543,7 +543,7 @@ def _attention_bwd_hopper_finish_kernel(
     WIDTH_V: tl.constexpr,
     HAS_PARTS: tl.constexpr,
 ):
-    """The first n_tiles programs own a query tile each, and narrow its dQ. They count from the end, as before.
+    """The first n_tiles programs own a query tile each, and narrow its dQ, the last tile first.
 
     The others own 16 rows of a shared key tile each, and sum the parts of dK and dV.
     """
