@@ -64,9 +64,11 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     until the host has launched all of `fn`. Otherwise the time of a small backward pass would be that of the Python
     around it, and would vary with the host. On NVIDIA's GPUs, what the last call asked the cache to keep, with
     ``eviction_policy="evict_last"``, is made like all else first. Otherwise it outlives the flush, and a kernel that
-    asks for it finds its input in the cache. And a tiny kernel runs between the last flush and the clock's start.
-    Without it, all calls of one measurement, of whatever small kernel, take one of two times that lie half a
-    microsecond apart, and those of the next the other (seen on an H100); with it both occur in each.
+    asks for it finds its input in the cache. And one to seven tiny kernels run between the last flush and the clock's
+    start. With one before each call, all calls of a measurement, of whatever small kernel, took one of two times that
+    lay up to a microsecond apart, and those of the next measurement the other; so eight microseconds could be seven for
+    one library and eight for the next. With another number before each call, both times occur in every measurement,
+    and medians repeat within 1 % (seen on an H200).
 
     Args:
         fn: takes no argument and launches the work.
@@ -99,7 +101,7 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
         """The time of each of n calls."""
         events = [[device.Event(enable_timing=True) for _ in range(2)] for _ in range(n_calls)]
         last = None
-        for start, end in events:
+        for i, (start, end) in enumerate(events):
             for x in grad_to_none:
                 x.grad = None
             driver.clear_cache(cache)
@@ -110,7 +112,8 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
             last = end
             for _ in range(n_flushes):
                 driver.clear_cache(cache)
-            tiny.add_(1)
+            for _ in range(1 + i % 7):
+                tiny.add_(1)
             start.record()
             call()
             end.record()
@@ -120,6 +123,8 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     def on_host() -> float:
         device.synchronize()
         start = time.perf_counter()
+        for _ in range(7):
+            tiny.add_(1)
         fn()
         return 1e3 * (time.perf_counter() - start)
 

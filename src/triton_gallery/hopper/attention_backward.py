@@ -14,6 +14,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, padded, scratch
 from .._launch import descriptor as launch_descriptor
@@ -35,8 +36,8 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .attention_forward import L2_BYTES, LOG2_E
-from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_dkdv, fill_dq, own_tile
+from .attention_forward import LOG2_E
+from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_dkdv, fill_dq, heads_of_section, own_tile
 from .attention_rows import (
     allocate,
     columns,
@@ -127,6 +128,9 @@ def _bwd_producer(
     async_load(k_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], k_full, k_smem.index(0))
     mbarrier.expect(v_full, v_desc.block_type.nbytes)
     async_load(v_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], v_full, v_smem.index(0))
+    # The row statistics, and the zeros to which dQ is added, are written by the kernel before this one.
+    gdc_wait()
+    gdc_launch_dependents()
     step = 0
     for head in range(kv_head * group_size, (kv_head + 1) * group_size):
         b = head // n_heads
@@ -454,6 +458,8 @@ def _attention_bwd_hopper_prepare_kernel(
 
     From the end, because what the main kernel reads first is then what the cache saw last.
     """
+    # The main kernel may make itself ready, and copy its first keys, from now on.
+    gdc_launch_dependents()
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     head = tile // n_q_tiles
     rows = (tile % n_q_tiles) * 64 + tl.arange(0, 64)
@@ -547,6 +553,7 @@ def _attention_bwd_hopper_finish_kernel(
 
     The others own 16 rows of a shared key tile each, and sum the parts of dK and dV.
     """
+    gdc_wait()
     program = tl.program_id(0)
     if program < n_tiles:
         tile = (n_tiles - 1 - program).to(tl.int64)
@@ -583,13 +590,16 @@ def _shares(
     if n_shared < min(n_tiles, n_processors // 4):
         return n_tiles, 1
 
+    step_us = 0.8 + n_columns / 160
+
     def time(n_parts):
-        """In steps, of about n_columns / 100 µs. A program begins and ends in the time of two."""
+        """In steps. A program begins and ends in the time of two."""
         longest = group_size * cdiv(n_steps, n_parts) + 2
         rounds = n_shared * n_parts / n_processors
         steps = max(longest, rounds * (longest / 2 + 1)) if n_limits == 1 else math.ceil(rounds) * longest
-        sum_us = 3 + n_shared * n_parts * KEYS_PER_PROGRAM * n_columns * 8 / 3.4e6
-        return steps + (0 if n_parts == 1 else sum_us * 100 / n_columns)
+        # Parts are mostly still in the cache when they are read.
+        sum_us = 1 + n_shared * n_parts * KEYS_PER_PROGRAM * n_columns * 8 / 3.8e6
+        return steps + (0 if n_parts == 1 else sum_us / step_us)
 
     n_parts = min(range(1, min(32, n_steps) + 1), key=time)
     return (n_tiles, 1) if n_parts == 1 else (n_tiles - n_shared, n_parts)
@@ -627,9 +637,8 @@ def backward(
     n_q_tiles = 2 * cdiv(seq_q, 2 * QUERIES_PER_TILE)
     n_kv_tiles = cdiv(seq_kv, KEYS_PER_PROGRAM)
     n_tiles = batch * n_heads * n_q_tiles
-    # About what Q, dO and the float32 sums of dQ take, of the heads that work at the same time.
-    row_bytes = 4 * (block_d + block_dv) * (n_heads // n_kv_heads)
-    heads_per_section = max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * row_bytes)))
+    # About what Q, dO and the float32 sums of dQ take.
+    heads_per_section = heads_of_section(batch * n_kv_heads, n_heads // n_kv_heads, seq_q * 4 * (block_d + block_dv))
     stats = scratch((n_tiles * 2, QUERIES_PER_TILE), torch.float32, q.device)
     dq_sum = scratch(((n_tiles if sums_dq else 1) * QUERIES_PER_TILE, block_d), torch.float32, q.device)
     launch(
@@ -670,7 +679,7 @@ def backward(
             BLOCK_D=width, BLOCK_DV=width_v, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
             HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HAS_PARTS=n_shared > 0,
             DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q, EVEN_Q=seq_q % (2 * QUERIES_PER_TILE) == 0,
-            EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4,
+            EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4, launch_pdl=True,
         )  # fmt: skip
         if sums_dq or n_shared:
             n_dq_tiles = n_tiles if sums_dq else 0
@@ -680,7 +689,7 @@ def backward(
                 dq_sum, dq, dkdv_parts, tma_dk, tma_dv, dq.stride()[:3], tma_dk.stride()[:3], tma_dv.stride()[:3],
                 n_dq_tiles, n_q_tiles, n_heads, seq_q, n_whole, n_parts, n_kv_tiles, n_kv_heads, seq_kv,
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, BLOCK_D=block_d, WIDTH=width, WIDTH_V=width_v,
-                HAS_PARTS=n_shared > 0, num_warps=4,
+                HAS_PARTS=n_shared > 0, num_warps=4, launch_pdl=True,
             )  # fmt: skip
     else:
         fill_dkdv(tma_dk, tma_dv, q, dout, k, v, stats, stats_desc, lower, upper, scale)

@@ -13,6 +13,7 @@ import heapq
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .._launch import cdiv, launch, num_multiprocessors, padded, scratch, table
 from ..attention import join_splits
@@ -493,6 +494,8 @@ def _attention_fwd_hopper_kernel(
     REGISTERS: gl.constexpr,
 ):
     """Program i owns the tiles that row i / n_splits of the schedule lists, each NUM_CONSUMERS x BLOCK_M query rows."""
+    # The kernel after this one, such as the one that joins splits, may make itself ready from now on.
+    gdc_launch_dependents()
     q_smem = allocate(NUM_CONSUMERS, q_desc, num_pieces(BLOCK_D))
     k_smem = allocate(STAGES, k_desc, num_pieces(BLOCK_D))
     v_smem = allocate(STAGES, v_desc, num_pieces(BLOCK_DV))

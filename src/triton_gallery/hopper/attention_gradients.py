@@ -600,7 +600,7 @@ def fill_dq(
         descriptor(v, [1, 1, rows, piece_width(width_v)]),
         descriptor(dq, [1, 1, 64, piece_width(width)]),
         stats, n_tiles, stats.shape[0] // (2 * batch * n_heads), seq_q, seq_kv, n_heads, n_kv_heads,
-        max(1, min(batch * n_heads, L2_BYTES // (seq_kv * 2 * (width + width_v)))),
+        heads_of_section(batch * n_heads, 1, seq_kv * 2 * (width + width_v)),
         *_limits(lower, upper, seq_q, seq_kv), scale, scale * LOG2_E,
         ROWS=rows, BLOCK_D=width, BLOCK_DV=width_v, K_STAGES=2, V_STAGES=1 if min(width, width_v) > 192 else 2,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, EVEN_KV=is_even, num_warps=4,
@@ -627,7 +627,6 @@ def fill_dkdv(
     width, width_v = row_width(q), row_width(v)
     # What is the lower limit to queries is the upper one to keys.
     lower, upper = (None if limit is None else -limit for limit in (upper, lower))
-    row_bytes = 2 * (width + width_v) * (n_heads // n_kv_heads)
     launch(
         _attention_dkdv_hopper_kernel,
         (batch * n_kv_heads * n_tiles,),
@@ -639,11 +638,22 @@ def fill_dkdv(
         descriptor(dk, [1, 1, 64, piece_width(width)]),
         descriptor(dv, [1, 1, 64, piece_width(width_v)]),
         n_tiles, stats.shape[0] // (2 * batch * n_heads), seq_q, seq_kv, n_heads, n_kv_heads,
-        max(1, min(batch * n_kv_heads, L2_BYTES // (seq_q * row_bytes))),
+        heads_of_section(batch * n_kv_heads, n_heads // n_kv_heads, seq_q * 2 * (width + width_v)),
         *_limits(lower, upper, seq_kv, seq_q), scale, scale * LOG2_E,
         BLOCK_D=width, BLOCK_DV=width_v, STAGES=2 if max(width, width_v) > 192 else 3,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, EVEN_Q=seq_q % QUERIES_PER_TILE == 0, num_warps=4,
     )  # fmt: skip
+
+
+def heads_of_section(n_heads: int, group_size: int, head_bytes: int) -> int:
+    """How many heads work at the same time, so that what they walk fits the L2 cache.
+
+    Args:
+        group_size: heads that a program walks, one after the other. Programs being at different places, about half of
+            them are in use at a time.
+        head_bytes: what one of those takes.
+    """
+    return max(1, min(n_heads, L2_BYTES // (head_bytes * cdiv(group_size, 2))))
 
 
 def _limits(lower: int | None, upper: int | None, n_own: int, n_walked: int) -> tuple[int, int]:
