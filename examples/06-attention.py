@@ -1138,7 +1138,7 @@ def grouped(direction, name):
         ),
         title=f"Attention {name}, causal, 32 heads of queries and 8 of keys, float16",
         limit="matmul-fp16",
-        rounds=2,
+        rounds=4,
     )(bench_grouped)
 
 
