@@ -1065,7 +1065,7 @@ def test_autocast_gives_torchs_dtype(dtype, device):
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.004)
 
 
-@pytest.mark.parametrize("head_dim", [64, 40])
+@pytest.mark.parametrize("head_dim", [40, pytest.param(64, marks=pytest.mark.slow)])
 def test_lengths_share_compilations(head_dim):
     lengths = [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 128, 255, 500, 512, *range(4090, 4102)]
 

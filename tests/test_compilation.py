@@ -48,7 +48,7 @@ class Case:
     kwargs: dict = field(default_factory=dict)  # a shape among them stands for a tensor
     matrix: bool = False  # matrix instructions must appear
     targets: tuple[str, ...] = codegen.TARGETS
-    slow: bool = False
+    always: bool = False  # compiled in every run, with its first dtype; `make fuzz` compiles all the rest
 
     def calls(self):
         """For each dtype a name and a call, with its gradients where it has some."""
@@ -73,16 +73,16 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 VECTOR, MATRIX = (4096,), (1024, 1024)
 CASES = [
-    Case("add", [VECTOR, VECTOR], (*FLOATS, torch.int64)),
-    Case("add", [(64, 64), (64, 1)], (F16, F64), {"alpha": 0.5}),
-    Case("softmax", [(4096, 256)], FLOATS),
+    Case("add", [VECTOR, VECTOR], (*FLOATS, torch.int64), always=True),
+    Case("add", [(64, 64), (64, 1)], (F16, F64), {"alpha": 0.5}, always=True),
+    Case("softmax", [(4096, 256)], FLOATS, always=True),
     Case("softmax", [(4096, 777)], (F16, F32)),
     Case("softmax", [(4096, 1000)], (F16,)),
-    Case("softmax", [(4096, 3905)], (F16,)),
+    Case("softmax", [(4096, 3905)], (F16,), always=True),
     Case("softmax", [(4096, 5001)], (F16,)),
     Case("softmax", [(4096, 8192)], (F32, F64)),
     Case("softmax", [(4096, 12288)], (F16, F32, F64)),
-    Case("softmax", [(4096, 20480)], (F16,)),
+    Case("softmax", [(4096, 20480)], (F16,), always=True),
     Case("softmax", [(4096, 16383)], (F16, F32)),
     Case("softmax", [(128, 4096)], (F16,)),
     Case("softmax", [(4096, 16384)], (F16, F32), {"dtype": F64}),
@@ -90,20 +90,22 @@ CASES = [
     Case("softmax", [(4096, 26624)], (F16,), targets=("sm_90",)),
     Case("softmax", [(4096, 32768)], (F16, F32)),
     Case("softmax", [(4096, 49152)], (F16,)),
-    Case("softmax", [(4096, 131072)], (F16, F64)),
+    Case("softmax", [(4096, 131072)], (F64, F16), always=True),
     Case("softmax", [(4096, 155648)], (F16,)),
-    Case("softmax", [(4, 155648)], (F16, F64)),
-    Case("softmax", [(8, 100_000)], (F16, F64), {"dim": 0}),
+    Case("softmax", [(4, 155648)], (F16, F64), always=True),
+    Case("softmax", [(8, 100_000)], (F16, F64), {"dim": 0}, always=True),
     Case("softmax", [(1024, 8192)], (F16, F32, F64), {"dim": 0}),
     Case("softmax", [(100_000, 8)], (F16, F64), {"dim": 0}),
-    Case("softmax", [(64, 151936)], (F16,), targets=("sm_90",)),
+    Case("softmax", [(64, 151936)], (F16,), targets=("sm_90",), always=True),
     Case("softmax", [(1024, 262144)], (F16,)),
     Case("softmax", [(64, 256, 512)], (F16, F64), {"dim": 1}),
-    Case("log_softmax", [(4096, 8192)], (F16,)),
+    Case("log_softmax", [(4096, 8192)], (F16,), always=True),
     Case("log_softmax", [(4096, 131072)], (F32,)),
-    Case("dropout", [VECTOR], FLOATS, {"p": 0.5, "seed": 1}),
-    Case("dropout", [T(1024, 1024)], (F16,), {"p": 0.5}),
-    Case("layer_norm", [(4096, 768)], FLOATS, {"normalized_shape": [768], "weight": (768,), "bias": (768,)}),
+    Case("dropout", [VECTOR], FLOATS, {"p": 0.5, "seed": 1}, always=True),
+    Case("dropout", [T(1024, 1024)], (F16,), {"p": 0.5}, always=True),
+    Case(
+        "layer_norm", [(4096, 768)], FLOATS, {"normalized_shape": [768], "weight": (768,), "bias": (768,)}, always=True
+    ),
     Case("layer_norm", [(4096, 777)], (F16, F32), {"normalized_shape": [777], "weight": (777,), "bias": (777,)}),
     Case("layer_norm", [(4096, 1536)], FLOATS, {"normalized_shape": [1536], "weight": (1536,), "bias": (1536,)}),
     Case("layer_norm", [(4096, 1537)], (F16, F32), {"normalized_shape": [1537], "weight": (1537,), "bias": (1537,)}),
@@ -117,28 +119,56 @@ CASES = [
     Case("layer_norm", [(4096, 40960)], (F16,), {"normalized_shape": [40960], "weight": (40960,), "bias": (40960,)}),
     Case("layer_norm", [(4096, 5000)], (F16,), {"normalized_shape": [5000], "weight": (5000,), "bias": (5000,)}),
     Case("layer_norm", [(4096, 5120)], (F16, F32), {"normalized_shape": [5120], "weight": (5120,)}, targets=SMALL),
-    Case("layer_norm", [(4096, 8001)], (F16,), {"normalized_shape": [8001], "weight": (8001,), "bias": (8001,)}),
+    Case(
+        "layer_norm",
+        [(4096, 8001)],
+        (F16,),
+        {"normalized_shape": [8001], "weight": (8001,), "bias": (8001,)},
+        always=True,
+    ),
     Case("layer_norm", [(4096, 8192)], (F16, F64), {"normalized_shape": [8192], "weight": (8192,), "bias": (8192,)}),
-    Case("layer_norm", [(4096, 8192)], (F32,), {"normalized_shape": [8192], "weight": (8192,)}, targets=SMALL),
-    Case("layer_norm", [(4096, 9216)], HALF, {"normalized_shape": [9216], "weight": (9216,)}, targets=SMALL),
-    Case("layer_norm", [(4096, 12288)], HALF, {"normalized_shape": [12288], "weight": (12288,), "bias": (12288,)}),
+    Case(
+        "layer_norm",
+        [(4096, 8192)],
+        (F32,),
+        {"normalized_shape": [8192], "weight": (8192,)},
+        targets=SMALL,
+        always=True,
+    ),
+    Case(
+        "layer_norm", [(4096, 9216)], HALF, {"normalized_shape": [9216], "weight": (9216,)}, targets=SMALL, always=True
+    ),
+    Case(
+        "layer_norm",
+        [(4096, 12288)],
+        HALF,
+        {"normalized_shape": [12288], "weight": (12288,), "bias": (12288,)},
+        always=True,
+    ),
     Case("layer_norm", [(4096, 13312)], (F16,), {"normalized_shape": [13312], "weight": (13312,), "bias": (13312,)}),
     Case("layer_norm", [(200, 16384)], (F16,), {"normalized_shape": [16384], "weight": (16384,), "bias": (16384,)}),
     Case("layer_norm", [(64, 16384)], (F32,), {"normalized_shape": [16384], "weight": (16384,), "bias": (16384,)}),
     Case("layer_norm", [(4096, 15872)], (F16,), {"normalized_shape": [15872], "weight": (15872,), "bias": (15872,)}),
     Case("layer_norm", [(4096, 10008)], (F16,), {"normalized_shape": [10008], "weight": (10008,)}, targets=("sm_90",)),
     Case("layer_norm", [(4096, 15873)], (F16,), {"normalized_shape": [15873], "weight": (15873,), "bias": (15873,)}),
-    Case("layer_norm", [(4096, 15873)], (F32,), {"normalized_shape": [15873], "weight": (15873,)}, targets=("sm_90",)),
+    Case(
+        "layer_norm",
+        [(4096, 15873)],
+        (F32,),
+        {"normalized_shape": [15873], "weight": (15873,)},
+        targets=("sm_90",),
+        always=True,
+    ),
     Case("layer_norm", [(4096, 24576)], (F16, F32), {"normalized_shape": [24576], "weight": (24576,)}),
     Case("layer_norm", [(4096, 12304)], (F16, F32), {"normalized_shape": [12304]}, targets=("sm_90",)),
     Case("layer_norm", [(4096, 49152)], (F16, F32), {"normalized_shape": [49152], "weight": (49152,)}),
     Case("layer_norm", [(4096, 40999)], (F16,), {"normalized_shape": [40999], "weight": (40999,)}, targets=("sm_90",)),
-    Case("layer_norm", [(1024, 65536)], (F16, F64), {"normalized_shape": [65536]}),
+    Case("layer_norm", [(1024, 65536)], (F64, F16), {"normalized_shape": [65536]}, always=True),
     Case("layer_norm", [(300, 131088)], (F32,), {"normalized_shape": [131088]}, targets=("sm_90",)),
     Case("layer_norm", [(4, 1048576)], (F16,), {"normalized_shape": [1048576]}, targets=("sm_90",)),
-    Case("rms_norm", [(4096, 4096)], (F16, F32), {"normalized_shape": [4096], "weight": (4096,)}),
+    Case("rms_norm", [(4096, 4096)], (F16, F32), {"normalized_shape": [4096], "weight": (4096,)}, always=True),
     Case("rms_norm", [(4096, 16384)], (BF16,), {"normalized_shape": [16384], "weight": (16384,)}),
-    Case("matmul", [MATRIX, MATRIX], HALF, matrix=True, targets=SMALL),
+    Case("matmul", [MATRIX, MATRIX], HALF, matrix=True, targets=SMALL, always=True),
     Case("matmul", [MATRIX, T(1024, 1024)], (F16,), matrix=True),
     Case("matmul", [MATRIX, MATRIX], (F8,), matrix=True, targets=("sm_90", "sm_100")),
     # Few columns of float8, as they lie and transposed
@@ -153,25 +183,25 @@ CASES = [
     Case("matmul", [MATRIX, MATRIX], (F32, F64)),
     Case("matmul", [MATRIX, MATRIX], (F16,), {"bias": (1024,), "activation": "gelu"}, matrix=True),
     Case("matmul", [(4096, 4096), T(4096, 4096)], (F32,), matrix=True, targets=("sm_90",)),
-    Case("matmul", [(8, 4096), (4096, 1000)], (F32,), matrix=True, targets=("sm_90",)),
+    Case("matmul", [(8, 4096), (4096, 1000)], (F32,), matrix=True, targets=("sm_90",), always=True),
     Case("matmul", [(999, 1001), (1001, 1003)], (F32,), matrix=True, targets=("sm_90",)),
     Case("matmul", [(2048, 2048), T(2048, 2048)], (F8,), matrix=True, targets=("sm_90",)),
-    Case("matmul", [(2048, 2048)] * 2, (F16,), {"bias": (2048,), "activation": "gelu"}, True, ("sm_90",)),
+    Case("matmul", [(2048, 2048)] * 2, (F16,), {"bias": (2048,), "activation": "gelu"}, True, ("sm_90",), always=True),
     # Tiles of 256 and of 128 columns that programs share.
     Case("matmul", [(2112, 4096), (4096, 2496)], (BF16,), {"bias": (2496,), "activation": "gelu"}, True, ("sm_90",)),
     Case("matmul", [(2432, 8192), T(8192, 2048)], (F16, F8), matrix=True, targets=("sm_90",)),
     Case("matmul", [(4095, 4097), (4097, 4099)], (BF16,), matrix=True),
-    Case("matmul", [(4096, 4096), (4096,)], (F16, F32, F64)),
+    Case("matmul", [(4096, 4096), (4096,)], (F16, F32, F64), always=True),
     Case("matmul", [(4097,), (4097, 999)], (F16,)),
     Case("matmul", [(8, 128, 64), (8, 64, 128)], (F16,), matrix=True),
     Case("matmul", [(16, 8192), (8192, 8192)], HALF, matrix=True, targets=("sm_90",)),
     Case("matmul", [(16, 4096), T(4096, 14336)], (F16, F8), matrix=True, targets=("sm_90",)),
     Case("matmul", [(256, 8192), (8192, 256)], (F16,), {"bias": (256,), "activation": "gelu"}, True, ("sm_90",)),
-    Case("matmul", [(512, 16384), T(16384, 512)], (F16, F8), matrix=True, targets=("sm_90",)),
-    Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), matrix=True, targets=SMALL),
-    Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True, targets=SMALL),
-    Case("attention", [(2, 4, 1000, 80)] * 3, (F16,), {"window": 256}, True, ("sm_90", "gfx942"), slow=True),
-    Case("attention", [(2, 4, 1000, 128)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",), slow=True),
+    Case("matmul", [(512, 16384), T(16384, 512)], (F16, F8), matrix=True, targets=("sm_90",), always=True),
+    Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), matrix=True, targets=SMALL, always=True),
+    Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True, targets=SMALL, always=True),
+    Case("attention", [(2, 4, 1000, 80)] * 3, (F16,), {"window": 256}, True, ("sm_90", "gfx942")),
+    Case("attention", [(2, 4, 1000, 128)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",)),
     Case("attention", [(2, 4, 1000, 192)] * 2 + [(2, 4, 1000, 128)], (F16,), {"is_causal": True}, True, ("sm_90",)),
     Case("attention", [(2, 4, 1000, 256)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",)),
     Case(
@@ -182,8 +212,10 @@ CASES = [
         matrix=True,
         targets=("sm_90",),
     ),
-    Case("attention", [(2, 4, 1024, 64)] * 3, (F32,), targets=("sm_86", "sm_90", "sm_120"), slow=True),
-    Case("attention", [(2, 4, 1024, 128)] * 3, (F32,), {"is_causal": True}, matrix=True, targets=("sm_90",)),
+    Case("attention", [(2, 4, 1024, 64)] * 3, (F32,), targets=("sm_86", "sm_90", "sm_120")),
+    Case(
+        "attention", [(2, 4, 1024, 128)] * 3, (F32,), {"is_causal": True}, matrix=True, targets=("sm_90",), always=True
+    ),
     Case("attention", [(4, 8, 1, 128), (4, 8, 8192, 128), (4, 8, 8192, 128)], (F16,)),
     Case("attention", [(4, 8, 1, 64), (4, 8, 8192, 64), (4, 8, 8192, 64)], (F32,), targets=("sm_90", "gfx942")),
     Case(
@@ -192,7 +224,6 @@ CASES = [
         (F32,),
         {"window": 256},
         targets=("sm_90",),
-        slow=True,
     ),
     # Programs that share the keys of a query tile, and in the backward pass the queries of a key tile.
     Case(
@@ -203,7 +234,9 @@ CASES = [
         matrix=True,
         targets=("sm_90",),
     ),
-    Case("attention", [(1, 4, 16, 256), (1, 4, 8192, 256), (1, 4, 8192, 256)], (BF16,), {"is_causal": True}),
+    Case(
+        "attention", [(1, 4, 16, 256), (1, 4, 8192, 256), (1, 4, 8192, 256)], (BF16,), {"is_causal": True}, always=True
+    ),
 ]
 
 # (a part of the case's name, target) -> how many bytes a kernel may spill with any Triton from 3.6 to 3.9, and why.
@@ -274,17 +307,8 @@ def _batch(name: str, target: str) -> str:
     return f"{target} {name.split()[0]}" if target == "sm_90" else target
 
 
-# (i, n) for a target: of a function's cases from the second on, it compiles the i-th of each n. With these no kernel is
-# left out, each of those for sm_90 is compiled for it, and so are most cases that spill.
-TURNS = {"sm_90": (0, 2), "sm_80": (3, 6), "sm_100": (4, 6), "gfx942": (2, 6), "sm_86": (2, 4), "sm_120": (3, 4)}
-
-
-def _is_slow(name: str, target: str) -> bool:
-    """Targets take turns with the cases of a function; `make fuzz` compiles all for each."""
-    function, case = name.split()[0], CALLS[name][1]
-    number = [n for n in CALLS if n.split()[0] == function].index(name)
-    turn, n_turns = TURNS[target]
-    return case.slow or (number > 0 and number % n_turns != turn)
+# With these every kernel is compiled for every GPU that has it: `test_every_run_compiles_each_kernel`.
+ALWAYS = {next(case.calls())[0] for case in CASES if case.always}
 
 
 @pytest.fixture(scope="session")
@@ -315,7 +339,7 @@ def check(kernels: list[codegen.Kernel] | str, target: str, allowed_spills: int)
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        pytest.param(n, t, marks=[pytest.mark.xdist_group(_batch(n, t))] + [pytest.mark.slow] * _is_slow(n, t))
+        pytest.param(n, t, marks=[pytest.mark.xdist_group(_batch(n, t))] + [pytest.mark.slow] * (n not in ALWAYS))
         for n, (_, case) in CALLS.items()
         for t in case.targets
     ],
@@ -327,6 +351,19 @@ def test_compiles_within_limits(compiled, name, target):
     _, case = CALLS[name]
     if case.matrix:
         assert any(kernel.matrix for kernel in kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", SMALL)
+def test_every_run_compiles_each_kernel(target):
+    def kernels(names):
+        calls = [CALLS[name][0] for name in names]
+        outcomes = codegen._compile(codegen._pack(calls, (target,), keep_asm=False))
+        return {kernel.name for (kernels,) in outcomes for kernel in kernels}
+
+    names = [name for name, (_, case) in CALLS.items() if target in case.targets]
+    assert kernels(names) == kernels(name for name in names if name in ALWAYS)
 
 
 def test_expected_spills_name_cases():
@@ -377,8 +414,8 @@ def attention_that_repeats(*args, **kwargs):
 
 
 MASKS = ({}, {"is_causal": True}, {"window": 256})
-# Each mask, and of those with more columns the one that asks for most registers.
-DETERMINISTIC = [(64, {}), (64, {"is_causal": True}), (128, {"window": 256})]
+# With more columns, the mask that asks for most registers.
+DETERMINISTIC = [(64, {"is_causal": True}), (128, {"window": 256})]
 OTHERS = [(d, mask) for d in (64, 128) for mask in MASKS if (d, mask) not in DETERMINISTIC]
 
 
