@@ -119,8 +119,8 @@ page-is-missing:
 # A constraint with a hash makes pip refuse every file without one, and a checkout has none. So there are steps: a pip that
 # knows such constraints, what builds the package, the package, torch without CUDA where pip is told where to find it (as
 # in CI; among files with a hash pip itself would take the larger), and what the package's extras ask for.
-# Python compiles what it imports, of torch a small part; pip would compile everything, for as long as all the rest takes.
-.venv/installed: PIP = .venv/bin/python -m pip install --no-compile
+# Python compiles what it imports, of torch a small part, unless it may not keep that; pip compiles everything.
+.venv/installed: PIP = .venv/bin/python -m pip install $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 .venv/installed: TORCH_CPU = $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' constraints.txt)
 .venv/installed: constraints.txt pyproject.toml
 	@$(PYTHON) docs/_ext/preflight.py python
