@@ -681,8 +681,8 @@ report_backward
 # %%
 # Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
 # triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, and
-# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even, but for both ends. (1536, where
-# single products lose most, is not in this sweep.)
+# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even or a little ahead, but for the largest.
+# (1536, where single products lose most, is not in this sweep.)
 
 # %%
 # What each rung is worth
@@ -1251,9 +1251,7 @@ for n in (256, 512, 1024):
 # there would be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36
 # multiprocessors are idle, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1536`. At 1024³ one round
 # needs small tiles of 64 × 128, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and
-# at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16. (The ladder's chart has it at
-# :measured:`matmul-ladder-fp16: triton_gallery / torch at 1024` in float16: a microsecond is a tenth of such a
-# product.)
+# at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of *clusters* of two multiprocessors, to both of which one copy brings a tile. Triton's blocks are powers
@@ -1348,7 +1346,7 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 #
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a billion
-# operations we are ahead in nearly all; from there on torch is in most. Such a list finds
+# operations we are ahead in most; from there on torch is. Such a list finds
 # what chosen sizes hide. The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that
 # are multiples of 16. Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin
 # anywhere, and which has more steps of a long :math:`K` on their way. Among these are thin products, but not those

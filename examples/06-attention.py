@@ -1119,7 +1119,7 @@ report_latent_bwd
 # %%
 # Most language models of today group their queries, as the model with a cache above does. Here 32 heads share the keys
 # and values of 8, as in Llama 3, again with 16384 positions and a causal mask. The operations are those of 32 heads. No
-# key is copied for it: a program reads those of its group.
+# key is copied for it: a program reads those of its group. Each point is measured four times.
 
 
 def grouped(direction, name):
@@ -1589,7 +1589,7 @@ print(prompt_report.summary())
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
 # curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
 # and its division and store at the end, which a short walk along the keys pays for more often. At 16384 positions our
-# curves are some per cent below their best, and cuDNN's a little; why, we have not measured.
+# curves are some per cent below their best, and so are cuDNN's of the forward pass; why, we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count. That is the

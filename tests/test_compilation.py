@@ -199,7 +199,7 @@ CASES = [
     Case("matmul", [(256, 8192), (8192, 256)], (F16,), {"bias": (256,), "activation": "gelu"}, True, ("sm_90",)),
     Case("matmul", [(512, 16384), T(16384, 512)], (F16, F8), matrix=True, targets=("sm_90",), always=True),
     Case("attention", [(4, 8, 2048, 64)] * 3, (F16,), matrix=True, targets=SMALL, always=True),
-    Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True, targets=SMALL, always=True),
+    Case("attention", [(4, 8, 2048, 128)] * 3, (BF16,), {"is_causal": True}, matrix=True, targets=SMALL),
     Case("attention", [(2, 4, 1000, 80)] * 3, (F16,), {"window": 256}, True, ("sm_90", "gfx942")),
     Case("attention", [(2, 4, 1000, 128)] * 3, (F16,), {"window": 256}, matrix=True, targets=("sm_90",)),
     Case("attention", [(2, 4, 1000, 192)] * 2 + [(2, 4, 1000, 128)], (F16,), {"is_causal": True}, True, ("sm_90",)),
@@ -211,6 +211,7 @@ CASES = [
         {"is_causal": True, "enable_gqa": True},
         matrix=True,
         targets=("sm_90",),
+        always=True,
     ),
     Case("attention", [(2, 4, 1024, 64)] * 3, (F32,), targets=("sm_86", "sm_90", "sm_120")),
     Case(
@@ -397,7 +398,8 @@ def test_rows_of_multiples_of_16_bytes_are_moved_16_bytes_at_a_time():
             assert not re.search(r"(ld|st)\.global\S*\.[bu]16\b", kernel.asm["ptx"]), kernel
 
 
-@pytest.mark.parametrize("lengths", [(261, 8001), pytest.param((781, 2501), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(261, 8001), (781, 2501)], ids=str)
 def test_rows_and_vectors_of_any_length_are_moved_16_bytes_at_a_time(lengths):
     inputs = [("layer_norm", _tensor((16384, n), F16)) for n in lengths]
     inputs += [("softmax", _tensor((16384, n), F16)) for n in (781, 2501)]
