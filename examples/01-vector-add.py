@@ -493,15 +493,16 @@ print(report.summary())
 # %%
 # Small vectors are bound by neither memory nor arithmetic: a launch takes its time whatever the kernel does, so the
 # rate grows in proportion to the size. A copy of as many bytes, the dotted line, has to be launched as well, and all
-# providers follow it from end to end. They must: they move the same bytes. A kernel this plain cannot win by computing
-# less, and later pages win by moving less: softmax, next, keeps in registers what torch's separate operations write to
-# memory and read again.
+# providers follow it from end to end, within a few per cent. They must: they move the same bytes. A kernel this plain
+# cannot win by computing less, and later pages win by moving less: softmax, next, keeps in registers what torch's
+# separate operations write to memory and read again.
 #
 # On the GPU of the record, ours runs at :measured:`vector-add-fp32: triton_gallery / limit at 268435456` of the copy's
 # rate with 2²⁸ elements. (A sum reads two tensors and writes one, a copy reads as much as it writes; we take that for
 # the reason of values above 100 %, and have not measured it.) With 4096 elements the start of a kernel decides, some
-# microseconds in which the GPU has nothing of ours to do, and we reach :measured:`vector-add-fp32: triton_gallery /
-# torch at 4096` torch's rate.
+# microseconds in which the GPU has nothing of ours to do. There we are at :measured:`vector-add-fp32: triton_gallery /
+# torch at 4096` torch's rate and at :measured:`vector-add-fp32: triton_gallery / torch.compile at 4096` that of
+# `torch.compile`: the bands lie on each other, and a few per cent say nothing.
 
 # %%
 # Break it: forget the mask

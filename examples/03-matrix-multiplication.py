@@ -680,9 +680,9 @@ report_backward
 
 # %%
 # Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
-# triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, and
-# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even or a little ahead, but for the
-# largest. (1536, where single products lose most, is not in this sweep.)
+# triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, the
+# lowest of the sweep: about even or a little ahead, but for this one. (1536, where single products lose most, is not
+# in it.)
 
 # %%
 # What each rung is worth
@@ -1116,8 +1116,12 @@ ax.set(xscale="log", xlabel="billion operations", ylabel="triton_gallery / torch
 ax.legend(title="layout")
 plt.show()
 
-small, large = ([ratio for x, ratio in ratios.items() if (x < 1) == is_small] for is_small in (True, False))
-for name, some in (("all", [*ratios.values()]), ("below a billion operations", small), ("from there on", large)):
+small, large = ([ratio for x, ratio in ratios.items() if (x < 0.1) == is_small] for is_small in (True, False))
+for name, some in (
+    ("all", [*ratios.values()]),
+    ("below a tenth of a billion operations", small),
+    ("from there on", large),
+):
     print(f"{name}: {len(some)} products, geometric mean {statistics.geometric_mean(some):.3f}, lowest {min(some):.3f}")
 print("the lowest five:")
 for operations in sorted(ratios, key=ratios.get)[:5]:
@@ -1300,9 +1304,9 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # torch at 8192`. Such products draw all the power there is, and the clock follows.
 #
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
-# median of another size may pass it, as that of 4096³ in bfloat16 does, at :measured:`matmul-bf16: triton_gallery /
-# limit at 4096`. In float8 it is the quicker product whose sums have fewer bits, which
-# neither curve uses.
+# median of another size may pass it, as that of the gradients at 4096 in bfloat16 does, at
+# :measured:`matmul-bwd-bf16: triton_gallery / limit at 4096`. In float8 it is the quicker product whose sums have fewer
+# bits, which neither curve uses.
 #
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
@@ -1325,7 +1329,8 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # torch's rate, where a quarter of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
 # :math:`K` is cut. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
 # 128, so that fewer parts will do. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` where that
-# begins, the lowest of the sweep, and at :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end.
+# begins, at :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, and at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end.
 #
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
@@ -1345,13 +1350,14 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # inverse of a root, which the GPU has an instruction for, and needs no division.
 #
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's
-# rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a billion
-# operations we are ahead in most; from there on torch is. Such a list finds
-# what chosen sizes hide. The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that
+# rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a tenth
+# of a billion operations we are ahead in nearly all; from there on torch is in most. Such a list finds what chosen
+# sizes hide. The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that
 # are multiples of 16. Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin
 # anywhere, and which has more steps of a long :math:`K` on their way. Among these are thin products, but not those
-# whose narrow strips already fill the GPU. Most of the lowest have tiles for a part of the GPU and
-# much to read. In 4528 × 672 × 12752 there are 108 tiles of 128 × 256, and three eighths of every third one are empty.
+# whose narrow strips already fill the GPU. Most of the lowest five have tiles for a part of the GPU and
+# much to read. In 4528 × 672 × 12752, the lowest, there are 108 tiles of 128 × 256, and three eighths of every third
+# one are empty.
 # With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in
 # more than half of those that were drawn; the last line that is printed where they are drawn has the range. What makes
 # that we have not found out.
@@ -1359,7 +1365,8 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # Which tile, and how many parts? For the fifth rung the library reckons how long each choice takes: the multiplications
 # of the rounds, what comes from L2, what comes from memory, and the sum of the parts. It takes the quickest. The rates
 # that it reckons with were fitted to measured times, of some twenty choices for each of 500 products, until the order
-# came out best. (No record holds these.)
+# came out best. (No record holds these. They are older than today's way to take the time of small kernels, and may be
+# off for those.)
 
 # %%
 # Break it: forget the short group

@@ -1119,7 +1119,8 @@ report_latent_bwd
 # %%
 # Most language models of today group their queries, as the model with a cache above does. Here 32 heads share the keys
 # and values of 8, as in Llama 3, again with 16384 positions and a causal mask. The operations are those of 32 heads. No
-# key is copied for it: a program reads those of its group. Each point is measured four times.
+# key is copied for it: a program reads those of its group. Each point is measured four times, because the
+# longest calls heat the GPU.
 
 
 def grouped(direction, name):
@@ -1458,9 +1459,10 @@ decode_report
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096`
 # cuDNN's rate. With one of 32768 we are about even, at
 # :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×32768` with 8 heads of keys and at
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768` with 32, and so we are with sixteen sequences
-# and 32 heads of keys, at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 16×32×4096`. With more sequences
-# and shared heads cuDNN is ahead, by the most with 64 sequences of 2048 positions: there we run at
+# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768` with 32. With sixteen sequences and
+# 32 heads of keys cuDNN is a little ahead: we are at
+# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 16×32×4096`. With more sequences
+# and shared heads it is further ahead, by the most with 64 sequences of 2048 positions: there we run at
 # :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048`.
 
 # %%
@@ -1589,7 +1591,8 @@ print(prompt_report.summary())
 # Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
 # curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
 # and its division and store at the end, which a short walk along the keys pays for more often. At 16384 positions our
-# curves are some per cent below their best, and so are cuDNN's of the forward pass; why, we have not measured.
+# curves without a mask are some per cent below their best, and so are cuDNN's of the forward pass; why, we have not
+# measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count. That is the
@@ -1617,7 +1620,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
 #   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
 #   triton_gallery / cuDNN at worst` with 64
-# - backward without a mask from even to a little ahead: from
+# - backward without a mask from about even to a little ahead: from
 #   :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d128-fp16:
 #   triton_gallery / cuDNN at best` with head dimension 128, and from :measured:`attention-bwd-d64-fp16:
 #   triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at best` with 64

@@ -68,7 +68,7 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     start. With one before each call, all calls of a measurement, of whatever small kernel, took one of two times that
     lay up to a microsecond apart, and those of the next measurement the other; so eight microseconds could be seven for
     one library and eight for the next. With another number before each call, both times occur in every measurement,
-    and medians repeat within 1 % (seen on an H200).
+    and medians repeat within about 1 %, those of the shortest kernels within a few (seen on an H200).
 
     Args:
         fn: takes no argument and launches the work.

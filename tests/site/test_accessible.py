@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 
@@ -11,13 +12,22 @@ from conftest import CHROMIUM, KINDS, PAGES, each_kind
 
 RESULTS = "search.html?q=softmax"
 LOOKS = [(width, theme) for width in (360, 1280) for theme in ("light", "dark")]
-# One page of each kind in both widths and both themes, the others in one look, by turns.
+FUNCTIONS = r"python-api/(?!index|benchmark|codegen|trace)"
+# One page of each kind in both widths and both themes, the others in one look, by turns. The pages of functions are
+# alike: but for the one among the kinds, `make audit` looks at them.
 LOOKED_AT = [(name, LOOKS[j]) for i, name in enumerate((*KINDS, RESULTS)) for j in ((0, 3), (1, 2))[i % 2]]
-LOOKED_AT += [(name, LOOKS[i % len(LOOKS)]) for i, name in enumerate(PAGES) if name not in KINDS]
-# The words of code and the letters of formulas, of which a page has up to 20,000, are alike; of the first few, all.
+LOOKED_AT += [
+    pytest.param(name, LOOKS[i % len(LOOKS)], marks=[pytest.mark.slow] * bool(re.match(FUNCTIONS, name)))
+    for i, name in enumerate(PAGES)
+    if name not in KINDS
+]
+# Words of code, letters of formulas and cells of tables are alike, and a page has up to 20,000: the first are enough.
 THIN_OUT = """() => {
-  for (const e of [...document.querySelectorAll('pre')].slice(5)) e.textContent = e.textContent;
-  for (const e of [...document.querySelectorAll('math')].slice(10)) e.replaceChildren();
+  const beyond = (selector, n) => [...document.querySelectorAll(selector)].slice(n);
+  for (const e of beyond('pre', 5)) e.textContent = e.textContent;
+  for (const e of document.querySelectorAll('pre')) [...e.childNodes].slice(500).forEach(node => node.remove());
+  for (const e of beyond('math', 10)) e.replaceChildren();
+  for (const e of beyond('table', 20)) e.remove();
 }"""
 
 
