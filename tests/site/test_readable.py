@@ -83,8 +83,7 @@ WATCH = """
   window.moved = [];
   new PerformanceObserver(list => {
     for (const {value, sources} of list.getEntries())
-      // On a busy machine something moves by a few ten-thousandths now and then, which nobody sees; 0.1 is called good.
-      if (value > 0.001) window.moved.push([value, ...sources.map(source => source.node?.outerHTML?.slice(0, 80))]);
+      window.moved.push([value, ...sources.map(source => source.node?.outerHTML?.slice(0, 80))]);
   }).observe({type: 'layout-shift', buffered: true});
 """
 
