@@ -785,7 +785,7 @@ ladder
 #   41: :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 4096`.
 # - At 8192³ groups need fewer, 41 against 69, but both orders are far to the right of the ridge:
 #   :measured:`matmul-ladder-fp16: large tiles in groups / large tiles at 8192`. (This chart has one round only, and
-#   clocks drift in between. A record of an H100 has it a little below 1.)
+#   clocks drift in between.)
 # - At 16384³ a row has 128 tiles. Row by row needs 131 strips, which comes down to 258 operations per byte, the nearest
 #   to the ridge of all of these. Groups still need 41, and gain: :measured:`matmul-ladder-fp16: large tiles in groups /
 #   large tiles at 16384`.
