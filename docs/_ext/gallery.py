@@ -167,6 +167,7 @@ def is_declared(name: str) -> bool:
     return any(f'"{name}"' in text for text in measuring().values())
 
 
+@functools.cache
 def script(chapter: str) -> str:
     """The code of a chapter's ``.. run::`` blocks, each line where it stands; what is only compiled is left out."""
     lines = [""] * (chapter.count("\n") + 1)

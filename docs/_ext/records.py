@@ -160,7 +160,8 @@ def draw(srcdir: Path, found) -> str:
     picture = io.StringIO()
     with plt.rc_context({"svg.hashsalt": path, "svg.fonttype": "none", "font.family": "sans-serif"}):
         found.plot()
-        plt.savefig(picture, format="svg", metadata={"Date": None})
+        # pyplot's own function draws the figure once more, as pixels.
+        plt.gcf().savefig(picture, format="svg", metadata={"Date": None})
         plt.close()
     file = srcdir / path
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -473,7 +473,8 @@ def _serve() -> None:
         os.dup2(2, 1)
         calls, targets, keep_asm, (tf32, is_deterministic), _ = _Unpickler(sys.stdin.buffer).load()
         torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
-        torch.use_deterministic_algorithms(is_deterministic)
+        # Not by use_deterministic_algorithms: it imports torch's compiler, for longer than a small kernel takes.
+        torch.set_deterministic_debug_mode("error" if is_deterministic else "default")
         _keep_ptxas_log()
         _collect_launches()
         drivers = [_TargetDriver(device, target) for device, target in enumerate(targets)]
