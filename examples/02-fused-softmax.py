@@ -908,7 +908,8 @@ report_short
 # :measured:`softmax-short-fp16: triton_gallery / copy of as many bytes at worst`. 131072 rows of 32 numbers run at
 # :measured:`softmax-short-fp16: triton_gallery at 32`, and 4096 rows of 1024, which are as many numbers, at
 # :measured:`softmax-fp16: triton_gallery at 1024`. That rows are short costs nothing by itself. Our lead over
-# `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32 columns, shrinks to
+# `torch.compile` is :measured:`softmax-short-fp16: triton_gallery / torch.compile at 32` at 32 columns,
+# :measured:`softmax-short-fp16: triton_gallery / torch.compile at 64` at 64 and
 # :measured:`softmax-short-fp16: triton_gallery / torch.compile at 128` at 128, and is about none from 256 on.
 
 # %%

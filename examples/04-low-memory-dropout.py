@@ -587,7 +587,7 @@ for each in (report_fp32, report_fp16, report_both):
 # (The mask is not all that holds torch back: its kernel is at :measured:`dropout-fp32: torch / limit at 268435456` and
 # :measured:`dropout-fp16: torch / limit at 268435456` of a copy, where the mask would leave eight ninths and four
 # fifths.) The price is arithmetic: per byte moved, float16 needs twice as many random numbers as float32. With 65536
-# elements we are level with a copy, so the start of a kernel is all there is to see of ours, and run at
+# elements of float32 we are level with a copy, so the start of a kernel is all there is to see of ours, and run at
 # :measured:`dropout-fp32: triton_gallery / torch at 65536` torch's rate (why torch takes longer there we have not
 # looked into); with 2²⁸ we reach :measured:`dropout-fp32: triton_gallery / torch at 268435456` in float32 and
 # :measured:`dropout-fp16: triton_gallery / torch at 268435456` in float16. In float32 that is :measured:`dropout-fp32:

@@ -1085,10 +1085,10 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 #
 # At most lengths the strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each. At
 # 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate. From 8192
-# on it comes closest at three lengths: we run at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at
+# on it catches up at three lengths: we run at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at
 # 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288 and at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` at 14336, where blocks of 2048 fill a row. In
-# between we are further ahead, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` its rate at
+# between we are ahead, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` its rate at
 # 9216 and at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` at 13824. What makes that we have
 # not found out.
 #
