@@ -17,7 +17,6 @@ MODULES = Path(__file__).parent / "node_modules"
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
 # Pages of sources are alike; of these, one.
 PAGES = [name for name in PAGES if not re.match(r"_modules/triton_gallery/(?!softmax\.)", name)]
-FUNCTIONS = r"python-api/(?!index|benchmark|codegen|trace)"
 # One page of each kind
 KINDS = (
     "index.html",

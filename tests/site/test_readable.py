@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image, ImageStat
 
-from conftest import FUNCTIONS, KINDS, PAGES, SITE, each_kind
+from conftest import KINDS, PAGES, SITE, each_kind
 
 TUTORIAL = "getting-started/tutorials/02-fused-softmax.html"
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(20, 24, 29)"
@@ -165,15 +165,7 @@ def test_names_in_a_tutorials_code_link_to_their_documentation(page_name):
     assert re.search(r'<a class="sphx-glr-backref[^"]*" href="\.\./\.\./python-api/\w+\.html#triton_gallery\.', text)
 
 
-# The pages of functions are alike here, too.
-@pytest.mark.parametrize(
-    "page_name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * bool(re.match(FUNCTIONS, name) and name not in KINDS))
-        for name in PAGES
-        if "<math" in (SITE / name).read_text()
-    ],
-)
+@pytest.mark.parametrize("page_name", [name for name in PAGES if "<math" in (SITE / name).read_text()])
 def test_formulas_are_drawn_in_the_sites_font(open_page, page_name):
     page = open_page(page_name)
     session = page.context.new_cdp_session(page)
