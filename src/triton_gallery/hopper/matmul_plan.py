@@ -27,12 +27,12 @@ from ..matmul import _activate, launch_tiles, loads_are_wide
 from . import load
 from .matmul import FLOAT8, can_address, is_transposed
 
-_BYTES_PER_US = 4.6e6  # of the whole GPU
+_BYTES_PER_US = 4.8e6  # of the whole GPU
 _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
 _SMALL_PER_US = 1.4e6  # multiplications in one program's tile of 64 × 64; of 64 × 32 the same is reckoned
 _SUM_US = 0.7  # to start a second kernel
-_PART_US = 0.06  # for each part that it adds
-_PARTS_BYTES_PER_US = 3.4e6  # written and read
+_PART_US = 0.07  # for each part that it adds
+_PARTS_BYTES_PER_US = 4.5e6  # written and read
 _MAX_PARTS = 32
 _PART_K = 768  # what a part of K has at least
 _COPY_ROWS = 1536  # so many rows of a make up for a copy of b
@@ -236,8 +236,13 @@ def _pointer_config(
         short = not along_k and K * itemsize < 4096
         steps = (128, 8) if short else (step_bytes, None)
         return config(64, 64, *steps, tile_us=64 * 64 * K * itemsize / 2 / _SMALL_PER_US)
-    block_n = 128 if N > 64 and not _fits_in_small_tiles(M, N, K, n_matrices, itemsize, device) else 64
-    if K * itemsize <= 320:
+    is_short = K * itemsize <= 320
+    run_at_once = is_short and n_tiles(64, 64) <= n_processors
+    if N <= 64 or run_at_once or _fits_in_small_tiles(M, N, K, n_matrices, itemsize, device):
+        block_n = 64
+    else:
+        block_n = 128
+    if is_short:
         return config(64, block_n, 64, 6 if K > 64 else 3)
     # Each program has as many stages as shared memory has room for. A short K needs no more than three or four.
     programs = min(3, cdiv(n_tiles(64, block_n), n_processors))
@@ -257,17 +262,18 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, itemsize: int, device: to
     if K <= 256:
         # The start is most of the time. Tiles that are soon done have to be many.
         n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
-        return min(M, N) >= 128 and n_tiles > 2 * n_processors and n_tiles * K > 360 * n_processors
+        are_many = n_tiles > 3.5 * n_processors or (n_tiles > 2 * n_processors and n_tiles * K > 360 * n_processors)
+        return min(M, N) >= 128 and are_many
     if n_matrices == 1:
         # Where few programs take many steps along K, TMA has more of them on their way. Its parts may begin anywhere,
         # so that every K has some.
         n_strips = cdiv(max(M, N), 32)
         if min(M, N) > 64:
-            is_long = K * itemsize >= 6500
+            is_long = K * itemsize >= (4800 if cdiv(M, 64) * cdiv(N, 32) <= n_processors else 2800)
         elif min(M, N) > 16:
-            is_long = K * itemsize >= 4000 and n_strips <= n_processors
+            is_long = K * itemsize >= 4000
         else:
-            is_long = K * itemsize >= 8000 and 2 * n_strips <= n_processors
+            is_long = K * itemsize >= 6500 and 2 * n_strips <= n_processors
         if is_long:
             return True
     if min(M, N) <= 64:

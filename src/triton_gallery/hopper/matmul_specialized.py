@@ -10,6 +10,10 @@ of its tiles. They divide its rows, if K is short. Otherwise each sums over a pa
 what the others leave in memory. It waits for them, who wait for nobody; and as no more than half of the multiprocessors
 have a program that waits, there is room for all others, in whatever order they start. (Two such launches at a time
 could fill a GPU with programs that wait, if it started later programs before earlier ones, which GPUs do not.)
+
+Blocks of Triton have powers of two as sides. Between 128 and 256 columns that is a wide gap: tiles of 128 may need one
+more round where tiles of 256 are half empty. So there is a tile of 160 columns, of which BLOCK_N make one block and
+REST_N another, each with a descriptor for b, a place in shared memory, and sums of its own.
 """
 
 import functools
@@ -102,19 +106,28 @@ def _tile_and_share(i, rounds, steps, NUM_CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def _copy_b(desc, smem, full, batch, col, k, TRANSPOSED: gl.constexpr):
+    if TRANSPOSED:
+        async_load(desc, [batch, col, k], full, smem)
+    else:
+        async_load(desc, [batch, k, col], full, smem)
+
+
+@gluon.jit
 def _copy(
-    a_desc, b_desc, a_smem, b_smem, full, stage, batch, row, col, k, n_working, a_step, b_step,
-    BLOCK_M: gl.constexpr, NUM_CONSUMERS: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    a_desc, b_desc, rest_desc, a_smem, b_smem, rest_smem, full, stage, batch, row, col, k, n_working, a_step, b_step,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of one step along K to a stage of the ring."""
-    all_bytes: gl.constexpr = NUM_CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    b_bytes: gl.constexpr = b_desc.block_type.nbytes + (0 if rest_desc is None else rest_desc.block_type.nbytes)
+    all_bytes: gl.constexpr = NUM_CONSUMERS * a_desc.block_type.nbytes + b_bytes
     mbarrier.expect(full.index(stage), all_bytes, pred=n_working == NUM_CONSUMERS)
     if NUM_CONSUMERS > 1:
-        mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=n_working == 1)
-    if B_TRANSPOSED:
-        async_load(b_desc, [batch * b_step, col, k], full.index(stage), b_smem.index(stage))
-    else:
-        async_load(b_desc, [batch * b_step, k, col], full.index(stage), b_smem.index(stage))
+        mbarrier.expect(full.index(stage), a_desc.block_type.nbytes + b_bytes, pred=n_working == 1)
+    _copy_b(b_desc, b_smem.index(stage), full.index(stage), batch * b_step, col, k, B_TRANSPOSED)
+    if rest_desc is not None:
+        _copy_b(rest_desc, rest_smem.index(stage), full.index(stage), batch * b_step, col + BLOCK_N, k, B_TRANSPOSED)
     for c in gl.static_range(NUM_CONSUMERS):
         a_tile = a_smem.index(stage * NUM_CONSUMERS + c)
         if A_TRANSPOSED:
@@ -126,9 +139,9 @@ def _copy(
 
 @gluon.jit
 def _producer(
-    a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, K, a_step, b_step, k_step,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    a_desc, b_desc, rest_desc, a_smem, b_smem, rest_smem, full, empty, order, rounds, K, a_step, b_step, k_step,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, REST_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Copies the tiles of a and b in the order in which the consumers want them, but for the very first ones."""
     # A program's first tile is a whole one, of one step at least: there is a full round. `_tiles` has copied that step.
@@ -138,16 +151,26 @@ def _producer(
         tile, first, n_working, begin, end = _tile_and_share(i, rounds, steps, NUM_CONSUMERS)
         batch, tile_m, tile_n = _tile(tile, order)
         row = (tile_m * NUM_CONSUMERS + first) * BLOCK_M
-        col = tile_n * BLOCK_N
+        col = tile_n * (BLOCK_N + REST_N)
         begin += (i == 0).to(gl.int32)
         for k in range(batch * k_step + begin * BLOCK_K, batch * k_step + end * BLOCK_K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
             _copy(
-                a_desc, b_desc, a_smem, b_smem, full, stage, batch, row, col, k, n_working, a_step, b_step,
-                BLOCK_M, NUM_CONSUMERS, A_TRANSPOSED, B_TRANSPOSED,
+                a_desc, b_desc, rest_desc, a_smem, b_smem, rest_smem, full, stage, batch, row, col, k, n_working,
+                a_step, b_step, BLOCK_M, BLOCK_N, NUM_CONSUMERS, A_TRANSPOSED, B_TRANSPOSED,
             )  # fmt: skip
             step += 1
+
+
+@gluon.jit
+def _operand(smem, i, TRANSPOSED: gl.constexpr):
+    """The i-th tile of a ring as the matrix that is multiplied."""
+    tile = smem.index(i)
+    tile = tile.reshape((tile.shape[1], tile.shape[2]))
+    if TRANSPOSED:
+        tile = tile.permute((1, 0))
+    return tile
 
 
 @gluon.jit
@@ -247,17 +270,18 @@ def _finish(
 
 @gluon.jit
 def _consumer(
-    bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full, empty,
-    order, rounds, M, N, K, stride_bias,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem, out_smem,
+    rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, REST_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_M rows of each of the program's tiles."""
     # One instruction multiplies 256 bits of each row of a.
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, BLOCK_N, 256 // a_smem.dtype.primitive_bitwidth]
-    )
+    INSTRUCTION_K: gl.constexpr = 256 // a_smem.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, INSTRUCTION_K])
+    if rest_smem is not None:
+        REST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST_N, INSTRUCTION_K])
     step = 0
     steps = gl.cdiv(K, BLOCK_K)
     for i in range(_num_tiles(rounds)):
@@ -270,16 +294,12 @@ def _consumer(
                 step += 1
         else:
             acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
+            if rest_smem is not None:
+                rest = gl.zeros([BLOCK_M, REST_N], gl.float32, REST_LAYOUT)
             for k in range(begin, end):
                 stage = step % STAGES
-                if A_TRANSPOSED:
-                    a = a_smem.index(stage * NUM_CONSUMERS + CONSUMER).reshape((BLOCK_K, BLOCK_M)).permute((1, 0))
-                else:
-                    a = a_smem.index(stage * NUM_CONSUMERS + CONSUMER).reshape((BLOCK_M, BLOCK_K))
-                if B_TRANSPOSED:
-                    b = b_smem.index(stage).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
-                else:
-                    b = b_smem.index(stage).reshape((BLOCK_K, BLOCK_N))
+                a = _operand(a_smem, stage * NUM_CONSUMERS + CONSUMER, A_TRANSPOSED)
+                b = _operand(b_smem, stage, B_TRANSPOSED)
                 mbarrier.wait(full.index(stage), phase(step, STAGES))
                 if PARTIAL_SUMS:
                     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
@@ -288,25 +308,41 @@ def _consumer(
                     mbarrier.arrive(empty.index(stage), count=1)
                 else:
                     token = warpgroup_mma(a, b, acc, use_acc=k > begin, is_async=True)
-                    # One product stays in flight; the one before it is done, and so is its stage.
-                    acc = warpgroup_mma_wait(1, deps=(token,))
+                    # The products of this step stay in flight; those of the one before are done, and so is its stage.
+                    if rest_smem is not None:
+                        b = _operand(rest_smem, stage, B_TRANSPOSED)
+                        rest_token = warpgroup_mma(a, b, rest, use_acc=k > begin, is_async=True)
+                        acc, rest = warpgroup_mma_wait(2, deps=(token, rest_token))
+                    else:
+                        acc = warpgroup_mma_wait(1, deps=(token,))
                     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > begin)
                 step += 1
             # The last product is under way while this is computed.
             batch, tile_m, tile_n = _tile(tile, order)
             row = (tile_m * NUM_CONSUMERS + first + CONSUMER) * BLOCK_M
-            col = tile_n * BLOCK_N
+            col = tile_n * (BLOCK_N + REST_N)
             if not PARTIAL_SUMS:
-                acc = warpgroup_mma_wait(0, deps=(acc,))
+                if rest_smem is not None:
+                    acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+                else:
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
 
             if out_smem is None:
                 _store_part(out_ptr, acc, batch, row, col, M, N)
+                if rest_smem is not None:
+                    _store_part(out_ptr, rest, batch, row, col + BLOCK_N, M, N)
             elif sums_ptr is None:
                 _finish(
                     (acc,), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row, col,
                     M, N, stride_bias, ACTIVATION,
                 )  # fmt: skip
+                if rest_smem is not None:
+                    # So few columns that they leave without a descriptor.
+                    _finish(
+                        (rest,), bias_ptr, out_ptr, pre_ptr, None, None, rest_out_smem.index(CONSUMER), batch, row,
+                        col + BLOCK_N, M, N, stride_bias, ACTIVATION,
+                    )  # fmt: skip
             elif end < steps:
                 _send(sums_ptr, mail_ptr, acc, gl.program_id(0) * NUM_CONSUMERS + CONSUMER)
             else:
@@ -328,27 +364,41 @@ def _consumer(
 
 
 @gluon.jit
+def _ring(desc, SLOTS: gl.constexpr):
+    """Shared memory for so many tiles of a descriptor."""
+    SHAPE: gl.constexpr = desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, [SLOTS, 1, SHAPE[1], SHAPE[2]], desc.layout)
+
+
+@gluon.jit
+def _out_tiles(ptr, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for so many tiles on their way to the result."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, ROWS, COLS], ptr.dtype.element_ty)
+    return gl.allocate_shared_memory(ptr.dtype.element_ty, [SLOTS, 1, ROWS, COLS], LAYOUT)
+
+
+@gluon.jit
 def _tiles(
-    a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds, M, N, K, a_step,
-    b_step, k_step, stride_bias,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    a_desc, b_desc, rest_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds, M, N,
+    K, a_step, b_step, k_step, stride_bias,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, REST_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Divides the program's warps: one group copies the tiles, the others multiply them."""
     # The kernel after this one may make itself ready from now on.
     gdc_launch_dependents()
-    A_SLOTS: gl.constexpr = [STAGES * NUM_CONSUMERS]
-    B_SLOTS: gl.constexpr = [STAGES]
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, A_SLOTS + a_desc.block_type.shape, a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, B_SLOTS + b_desc.block_type.shape, b_desc.layout)
-    if OUT_COLS == 0:
-        out_smem: gl.constexpr = None
-    else:
-        OUT_SLOTS: gl.constexpr = [NUM_CONSUMERS]
-        OUT_SHAPE: gl.constexpr = [1, BLOCK_M, OUT_COLS]
-        OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(OUT_SHAPE, out_ptr.dtype.element_ty)
-        out_smem = gl.allocate_shared_memory(out_ptr.dtype.element_ty, OUT_SLOTS + OUT_SHAPE, OUT_LAYOUT)
+    a_smem = _ring(a_desc, STAGES * NUM_CONSUMERS)
+    b_smem = _ring(b_desc, STAGES)
+    out_smem: gl.constexpr = None
+    rest_smem: gl.constexpr = None
+    rest_out_smem: gl.constexpr = None
+    if OUT_COLS > 0:
+        out_smem = _out_tiles(out_ptr, NUM_CONSUMERS, BLOCK_M, OUT_COLS)
+    if REST_N > 0:
+        rest_smem = _ring(rest_desc, STAGES)
+        if OUT_COLS > 0:
+            rest_out_smem = _out_tiles(out_ptr, NUM_CONSUMERS, BLOCK_M, REST_N)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -361,9 +411,9 @@ def _tiles(
     gdc_wait()
     # The first copies are on their way while the other barriers are made and the warps part.
     _copy(
-        a_desc, b_desc, a_smem, b_smem, full, 0, batch, (tile_m * NUM_CONSUMERS + first) * BLOCK_M, tile_n * BLOCK_N,
-        batch * k_step + begin * BLOCK_K, n_working, a_step, b_step,
-        BLOCK_M, NUM_CONSUMERS, A_TRANSPOSED, B_TRANSPOSED,
+        a_desc, b_desc, rest_desc, a_smem, b_smem, rest_smem, full, 0, batch,
+        (tile_m * NUM_CONSUMERS + first) * BLOCK_M, tile_n * (BLOCK_N + REST_N), batch * k_step + begin * BLOCK_K,
+        n_working, a_step, b_step, BLOCK_M, BLOCK_N, NUM_CONSUMERS, A_TRANSPOSED, B_TRANSPOSED,
     )  # fmt: skip
     mbarrier.init(empty.index(0), count=NUM_CONSUMERS)
     for stage in gl.static_range(1, STAGES):
@@ -374,49 +424,49 @@ def _tiles(
     if NUM_CONSUMERS == 1:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, K, a_step, b_step, k_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, rest_desc, a_smem, b_smem, rest_smem, full, empty, order, rounds, K, a_step, b_step,
+                k_step, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
+                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
         ], [4], [REGISTERS])
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, K, a_step, b_step, k_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, rest_desc, a_smem, b_smem, rest_smem, full, empty, order, rounds, K, a_step, b_step,
+                k_step, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
+                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
+                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (
-                a_desc, b_desc, a_smem, b_smem, full, empty, order, rounds, K, a_step, b_step, k_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
+                a_desc, b_desc, rest_desc, a_smem, b_smem, rest_smem, full, empty, order, rounds, K, a_step, b_step,
+                k_step, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
+                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
+                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
             (_consumer, (
-                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, out_smem, full,
-                empty, order, rounds, M, N, K, stride_bias,
-                BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
+                bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
+                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
@@ -431,6 +481,7 @@ def _tiles(
 def _matmul_specialized_kernel(
     a_desc,  # (n_matrices or 1, M, K), or (..., K, M) when A_TRANSPOSED
     b_desc,  # (n_matrices or 1, K, N), or (..., N, K) when B_TRANSPOSED
+    rest_desc,  # of the same matrix, for REST_N columns; or None
     bias_ptr,  # (N,) or None
     out_ptr,  # (n_matrices, M, N)
     pre_ptr,  # like out, for the values before the activation, or None
@@ -459,6 +510,7 @@ def _matmul_specialized_kernel(
     stride_bias,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    REST_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -476,9 +528,9 @@ def _matmul_specialized_kernel(
     order = tiles_m, tiles_n, group_m, per_matrix, per_group, per_column, per_last_column
     rounds = n_rounds, n_last, n_sharing, per_tile, by_rows, share
     _tiles(
-        a_desc, b_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds, M, N, K,
-        a_step, b_step, 0, stride_bias, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED,
-        B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
+        a_desc, b_desc, rest_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds,
+        M, N, K, a_step, b_step, 0, stride_bias, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES,
+        A_TRANSPOSED, B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
     )  # fmt: skip
 
 
@@ -490,6 +542,7 @@ def _matmul_specialized_kernel(
 def _matmul_parts_kernel(
     a_desc,  # (1, M, K), or (1, K, M) when A_TRANSPOSED
     b_desc,  # (1, K, N), or (1, N, K) when B_TRANSPOSED
+    rest_desc,
     out_ptr,  # (n_parts, M, N), float32
     tiles_m,
     tiles_n,
@@ -503,6 +556,7 @@ def _matmul_parts_kernel(
     part_k,  # columns of a in one part; what the last part has beyond K, TMA fills with zeros
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    REST_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -517,29 +571,35 @@ def _matmul_parts_kernel(
     """
     order = tiles_m, tiles_n, group_m, per_matrix, per_group, per_column, per_last_column
     _tiles(
-        a_desc, b_desc, None, out_ptr, None, None, None, None, None, order, None, M, N, part_k, 0, 0, part_k,
-        0, BLOCK_M, BLOCK_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED, None, PARTIAL_SUMS, 0,
-        REGISTERS,
+        a_desc, b_desc, rest_desc, None, out_ptr, None, None, None, None, None, order, None, M, N, part_k, 0, 0,
+        part_k, 0, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED, None,
+        PARTIAL_SUMS, 0, REGISTERS,
     )  # fmt: skip
 
 
 # Consumers, columns of a tile, stages, and how many 16-bit multiplications a multiprocessor does in a microsecond. Of
-# all rates, these and those below put the measured times of 20 plans for each of 500 products into the best order.
+# all rates, these and those below put the measured times of 20 plans for each of 270 products into the best order.
 _TILES = (
-    (2, 256, 4, 3.66e6),
-    (3, 128, 5, 3.42e6),
-    (2, 128, 6, 3.27e6),
+    (2, 256, 4, 3.8e6),
+    (3, 128, 5, 3.6e6),
+    (2, 128, 6, 3.4e6),
+    (2, 160, 5, 3.2e6),
     (1, 128, 8, 2.6e6),
-    (1, 64, 8, 1.84e6),
+    (1, 64, 8, 1.9e6),
 )
 _PART_TILES = [tile for tile in _TILES if tile[0] < 3]  # of parts of K; three consumers were of little use there
 _ALONE_PER_US = 2.25e6  # those of one consumer while the others rest
-_L2_BYTES_PER_US = 13e6
 _MAX_SHARING = 4  # programs that may divide K
-_SHARING_US = 6  # what it costs them to hand on their sums
+_SHARING_US = 7  # what it costs them to hand on their sums
 # Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
 # more it copies for each multiplication: those of up to 128 columns lose this much more.
 _SPLIT_SECTORS = 0.85
+
+
+def _blocks(n_cols: int) -> tuple[int, int]:
+    """The columns of a tile's one or two blocks."""
+    block_n = 1 << (n_cols.bit_length() - 1)
+    return block_n, n_cols - block_n
 
 
 @functools.lru_cache(4096)
@@ -558,55 +618,56 @@ def _config(
     all_memory_us = n_matrices * memory_us(M, N, K, itemsize)
 
     def n_tiles(tile):
-        n_consumers, block_n = tile[:2]
-        return n_matrices * cdiv(M, n_consumers * BLOCK_M) * cdiv(N, block_n)
+        n_consumers, n_cols = tile[:2]
+        return n_matrices * cdiv(M, n_consumers * BLOCK_M) * cdiv(N, n_cols)
 
     def time(choice):
         tile, n_parts, n_sharing, by_rows = choice
-        n_consumers, block_n, _, rate = tile
-        if block_n <= 128 and not whole_sectors:
+        n_consumers, n_cols, _, rate = tile
+        if n_cols <= 128 and not whole_sectors:
             rate *= _SPLIT_SECTORS
         part_k = cdiv(K * itemsize, n_parts * STEP_BYTES) * STEP_BYTES / 2
-        tile_us = n_consumers * BLOCK_M * block_n * part_k / rate
+        tile_us = n_consumers * BLOCK_M * n_cols * part_k / rate
         n_rounds = n_tiles(tile) // n_places
         after_us = 0
         if by_rows:
-            busy_us = n_rounds * tile_us + BLOCK_M * block_n * part_k / _ALONE_PER_US
+            busy_us = n_rounds * tile_us + BLOCK_M * n_cols * part_k / _ALONE_PER_US
         elif n_sharing > 1:
             busy_us = (n_rounds + 1 / n_sharing) * tile_us
             after_us = _SHARING_US
         else:
             busy_us = cdiv(n_tiles(tile) * n_parts, n_places) * tile_us
             after_us = sum_us(n_parts, M * N)
-        # What lies outside of a matrix is not read.
-        tile_bytes = (min(n_consumers * BLOCK_M, M) + min(block_n, N)) * K * itemsize
-        l2_us = n_tiles(tile) * tile_bytes / _L2_BYTES_PER_US
-        return max(busy_us, l2_us, all_memory_us) + after_us
+        return max(busy_us, all_memory_us) + after_us
 
     def possible_sharing(tile):
         """Numbers of programs that may share a tile of the last round, and whether they divide its rows or K."""
-        n_consumers = tile[0]
+        n_consumers, n_cols = tile[:2]
         n_last = n_tiles(tile) % n_places
         # Without a full round before it smaller tiles are quicker, or parts of K, which all multiprocessors add up.
         if n_last == 0 or n_tiles(tile) < n_places:
             return
         if 1 < n_consumers <= n_places // n_last:
             yield n_consumers, True
-        if n_consumers > 1 and n_matrices == 1:
+        if n_consumers > 1 and n_matrices == 1 and _blocks(n_cols)[1] == 0:
             # Eight steps for each on average, so that none is without any.
             for n_sharing in range(2, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * STEP_BYTES)) + 1):
                 yield n_sharing, False
 
-    # A second accumulator leaves no registers for 256 columns.
-    tiles = _TILES[partial_sums:]
+    # A second accumulator leaves no registers for more than 128 columns.
+    tiles, part_tiles = (
+        [tile for tile in tiles if not partial_sums or tile[1] <= 128] for tiles in (_TILES, _PART_TILES)
+    )
     choices = [(tile, 1, 1, False) for tile in tiles]
     choices += [(tile, 1, *sharing) for tile in tiles for sharing in possible_sharing(tile)]
     if n_matrices == 1:
-        for tile in _PART_TILES[partial_sums:]:
+        for tile in part_tiles:
             choices += [(tile, n, 1, False) for n in possible_parts(K, n_tiles(tile), device) if n > 1]
-    (n_consumers, block_n, stages, _), n_parts, n_sharing, by_rows = min(choices, key=time)
+    (n_consumers, n_cols, stages, _), n_parts, n_sharing, by_rows = min(choices, key=time)
+    block_n, rest_n = _blocks(n_cols)
     return n_parts, n_sharing, by_rows, dict(
         BLOCK_N=block_n,
+        REST_N=rest_n,
         NUM_CONSUMERS=n_consumers,
         STAGES=stages,
         REGISTERS=160 if n_consumers == 3 else 240,
@@ -631,12 +692,17 @@ def multiply(
     n_parts, n_sharing, by_rows, config = _config(
         M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device
     )
-    block_k, block_n = STEP_BYTES // a.element_size(), config["BLOCK_N"]
-    tiles_m, tiles_n = cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]), cdiv(N, block_n)
+    block_k, block_n, rest_n = STEP_BYTES // a.element_size(), config["BLOCK_N"], config["REST_N"]
+    tiles_m, tiles_n = cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]), cdiv(N, block_n + rest_n)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
+
+    def describe(x, stride, rows, cols, transposed):
+        return descriptor(matrices(x, n_matrices, stride), [1, cols, rows] if transposed else [1, rows, cols])
+
     descriptors = (
-        descriptor(matrices(a, n_matrices, a_stride), [1, block_k, BLOCK_M] if a_transposed else [1, BLOCK_M, block_k]),
-        descriptor(matrices(b, n_matrices, b_stride), [1, block_n, block_k] if b_transposed else [1, block_k, block_n]),
+        describe(a, a_stride, BLOCK_M, block_k, a_transposed),
+        describe(b, b_stride, block_k, block_n, b_transposed),
+        describe(b, b_stride, block_k, rest_n, b_transposed) if rest_n else None,
     )
     config = config | dict(
         BLOCK_M=BLOCK_M, BLOCK_K=block_k, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
@@ -661,8 +727,8 @@ def multiply(
         )  # fmt: skip
         sum_parts(parts, bias, out, pre, activation)
         return
-    # The only consumer has nobody to work while it stores, so it does that at once.
-    out_cols = block_n if config["NUM_CONSUMERS"] == 1 else block_n // 2
+    # The only consumer has nobody to work while it stores, so it does that at once; so do those of two blocks.
+    out_cols = block_n if config["NUM_CONSUMERS"] == 1 or rest_n else block_n // 2
     out_desc, pre_desc = (
         descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, out_cols])
         if x is not None and x.stride(-2) * x.element_size() % 16 == 0
@@ -672,7 +738,7 @@ def multiply(
     if n_sharing > 1 and not by_rows:
         sums = scratch((n_programs, config["NUM_CONSUMERS"], BLOCK_M, block_n), torch.float32, a.device)
         mail = mailboxes(n_programs, config["NUM_CONSUMERS"], a.device)
-    elif config["NUM_CONSUMERS"] > 1:
+    elif config["NUM_CONSUMERS"] > 1 and rest_n == 0:
         # Nobody looks there. They save a compiled kernel for products that divide no K.
         start = out.as_strided((4,), (1,))
         sums, mail = start.view(torch.float32), start.view(torch.int64)
