@@ -1252,16 +1252,16 @@ for n in (256, 512, 1024):
 # in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, by
 # the fifth rung's kernel, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's, in bfloat16
 # :measured:`matmul-bf16: triton_gallery / torch at 768`. At 1536³
-# there would be 144 tiles of 128 × 128. The library takes 96 of 192 × 128 instead, one round in which 36
-# multiprocessors are idle, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1536`. At 1024³ one round
+# there would be 144 tiles of 128 × 128. The library takes 120 of 128 × 160 instead, which is one round, and we are at
+# :measured:`matmul-fp16: triton_gallery / torch at 1536`. At 1024³ one round
 # needs small tiles of 64 × 128, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and
 # at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of *clusters* of two multiprocessors, to both of which one copy brings a tile. Triton's blocks are powers
-# of two, so that 96 columns would have to be two products, of 64 and of 32, which loses what the better number of tiles
-# gains. Clusters, which Gluon has since Triton 3.7, take longer to start; of what we tried they helped most where few
-# multiprocessors read much. (No record holds that.)
+# of two, so that 160 columns have to be two blocks, of 128 and of 32, each with sums of its own. That was the quickest
+# of the widths that we tried here, which were 96, 160 and 192 columns. Clusters, which Gluon has since Triton 3.7, take
+# longer to start; of what we tried they helped most where few multiprocessors read much. (No record holds that.)
 #
 # Small tiles have one more trouble: shared memory. Hopper's matrix unit multiplies 64 rows at a time, and for each 64
 # rows it reads their numbers of :math:`A` and all of the tile's numbers of :math:`B` from there, where a copy has
@@ -1276,7 +1276,7 @@ def cycles_of_a_step(rows, cols, step=64):  # of 16-bit numbers
     return products, (bytes_read + bytes_written) / 128
 
 
-for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
+for rows, cols in ((128, 256), (192, 128), (128, 160), (192, 96), (128, 128), (64, 128)):
     products, moves = cycles_of_a_step(rows, cols)
     print(f"{rows} × {cols}: {products:.0f} to multiply, {moves:.0f} to move")
 
@@ -1284,6 +1284,15 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # Only with the largest tile does shared memory keep up, just so; to the others it sets a limit. That is a count and no
 # measurement. So a product with few tiles has to choose between idle multiprocessors and slow ones, and it is the finer
 # choice that cuBLAS has.
+#
+# What a step really takes, the multiprocessor's own clock can say. We once let the fifth rung's kernel read it before
+# its loop and behind it, on an H200. A step of the largest tile took the cycles that the matrix unit needs and no more.
+# One of 192 × 128 took a few more, but fewer than our count says for shared memory; one of 128 × 128 a tenth more, and
+# one of 64 × 128 three quarters. What changed from product to product was the length of a cycle: the more
+# multiprocessors are at work, the slower the clock, by about a tenth from 32 of them to 128. So to employ the idle ones
+# gains less than their number says. At 1536³, then in tiles of 192 × 128, the loop took three quarters of the time
+# between a program's first instruction and its last. The rest is the way of the first tile from memory, and that of the
+# result back. (No record holds these.)
 #
 # Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
 #
@@ -1354,19 +1363,21 @@ for rows, cols in ((128, 256), (192, 128), (192, 96), (128, 128), (64, 128)):
 # of a billion operations we are ahead in nearly all; from there on torch is in most. Such a list finds what chosen
 # sizes hide. The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that
 # are multiples of 16. Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin
-# anywhere, and which has more steps of a long :math:`K` on their way. Among these are thin products, but not those
-# whose narrow strips already fill the GPU. Most of the lowest five have tiles for a part of the GPU and
-# much to read. In 4528 × 672 × 12752, the lowest, there are 108 tiles of 128 × 256, and three eighths of every third
-# one are empty.
+# anywhere, and which has more steps of a long :math:`K` on their way. Among these are thin products, but with up to 16
+# rows or columns not those whose narrow strips already fill half of the GPU. Most of the lowest five have tiles for a
+# part of the GPU and much to read. In 4528 × 672 × 12752, the lowest, there are 108 tiles of 128 × 256, and three
+# eighths of every third one are empty. To cut its :math:`K` at other places, as Stream-K does, so that all
+# multiprocessors have the same to do, made it slower: they are then at different places along :math:`K`, and no longer
+# read what their neighbours have just brought to L2. (That is what we think; no record holds it.)
+#
 # With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in
 # more than half of those that were drawn; the last line that is printed where they are drawn has the range. What makes
 # that we have not found out.
 #
 # Which tile, and how many parts? For the fifth rung the library reckons how long each choice takes: the multiplications
-# of the rounds, what comes from L2, what comes from memory, and the sum of the parts. It takes the quickest. The rates
-# that it reckons with were fitted to measured times, of some twenty choices for each of 500 products, until the order
-# came out best. (No record holds these. They are older than today's way to take the time of small kernels, and may be
-# off for those.)
+# of the rounds, what comes from memory, and the sum of the parts. It takes the quickest. The rates that it reckons with
+# were fitted to measured times, of some twenty choices for each of 270 products, until the order came out best: on
+# average the choice is one or two per cent slower than the quickest of the twenty. (No record holds these.)
 
 # %%
 # Break it: forget the short group

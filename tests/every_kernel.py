@@ -78,6 +78,8 @@ CALLS = [
     (tg.matmul, [random(2048, 192, dtype=torch.bfloat16), random(192, 1600, dtype=torch.bfloat16)]),
     (lambda a, b, c: tg.matmul(a, b, bias=c, activation="gelu"), [random(64, 8192), random(8192, 256), random(256)]),
     (tg.matmul, [random(512, 16384), random(512, 16384).t()]),
+    # Tiles of two blocks of columns.
+    (lambda a, b: tg.matmul(a.detach(), b.detach()), [random(1024, 1040), random(1040, 2240)]),
     # Programs share tiles: a part of K each, and rows.
     (lambda a, b: tg.matmul(a.detach(), b.detach()), [random(2112, 4096), random(4096, 2496)]),
     (lambda a, b: tg.matmul(a.detach(), b.detach()), [random(3, 1024, 1024), random(3, 1024, 1024)]),
