@@ -1282,8 +1282,8 @@ for rows, cols in ((128, 256), (192, 128), (128, 160), (192, 96), (128, 128), (6
 
 # %%
 # Only with the largest tile does shared memory keep up, just so; to the others it would set a limit. That is a count
-# and no measurement. So a product with few tiles has to choose between idle multiprocessors and slow ones, and it is the
-# finer choice that cuBLAS has.
+# and no measurement. So a product with few tiles has to choose between idle multiprocessors and slow ones, and it is
+# the finer choice that cuBLAS has.
 #
 # What a step really takes, the multiprocessor's own clock can say. We once let the fifth rung's kernel read it before
 # its loop and behind it, on an H200. A step of the largest tile took the cycles that the matrix unit needs and no more.

@@ -542,7 +542,7 @@ def _matmul_specialized_kernel(
 def _matmul_parts_kernel(
     a_desc,  # (1, M, K), or (1, K, M) when A_TRANSPOSED
     b_desc,  # (1, K, N), or (1, N, K) when B_TRANSPOSED
-    rest_desc,
+    rest_desc,  # of the same matrix, for REST_N columns; or None
     out_ptr,  # (n_parts, M, N), float32
     tiles_m,
     tiles_n,
@@ -650,7 +650,7 @@ def _config(
         if 1 < n_consumers <= n_places // n_last:
             yield n_consumers, True
         if n_consumers > 1 and n_matrices == 1 and _blocks(n_cols)[1] == 0:
-            # Eight steps for each on average, so that none is without any.
+            # Sums are handed on of one block only. Eight steps for each program on average, so that none is without any.
             for n_sharing in range(2, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * STEP_BYTES)) + 1):
                 yield n_sharing, False
 
