@@ -650,7 +650,7 @@ def _config(
         if 1 < n_consumers <= n_places // n_last:
             yield n_consumers, True
         if n_consumers > 1 and n_matrices == 1 and _blocks(n_cols)[1] == 0:
-            # Sums are handed on of one block only. Eight steps for each program on average, so that none is without any.
+            # Sums are handed on of one block only. Eight steps for each on average, so that none is without any.
             for n_sharing in range(2, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * STEP_BYTES)) + 1):
                 yield n_sharing, False
 
