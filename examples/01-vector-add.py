@@ -231,8 +231,9 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 # Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, one device. `triton_gallery.add` trusts
 # nobody. As `torch.add` it takes two tensors, or a tensor and a number; it promotes dtypes, broadcasts, scales by
 # `alpha`, has gradients, and refuses the rest in words. Where both tensors have the same dtype, fill their memory
-# without gaps and in the same order, and `alpha` is 1, it launches the kernel above (but for bool). Otherwise a second
-# one converts, scales, and works out the address of each element from the strides.
+# without gaps and in the same order, and `alpha` is 1, it launches the kernel above, or a variant of it for lengths
+# that are no multiple of 16 (but neither for bool). Otherwise another one converts, scales, and works out the address
+# of each element from the strides.
 
 matrix = torch.randn(5, 7, device=DEVICE, requires_grad=True)
 row = torch.randn(7, device=DEVICE, dtype=torch.float16, requires_grad=True)
@@ -470,8 +471,8 @@ tg.codegen.inspect(tg.add, x, x)
 # The widest load moves 128 bits, four float32 at a time. No load of an H200 is wider, and we did not ask for it: the
 # compiler saw that the addresses of a block follow each other, that the tensors start at a multiple of 16 bytes, and
 # that `n_elements` is a multiple of 16, so that the mask never cuts such a group in two. (Where `n_elements` is no
-# multiple of 16, all programs would load number by number. For this case `tg.add` has a second kernel, in which the
-# last program alone has a mask.) Registers suffice, without *spills* to memory, and shared memory, where the threads
+# multiple of 16, all programs would load number by number. For this case `tg.add` has the variant, in which the last
+# program alone has a mask.) Registers suffice, without *spills* to memory, and shared memory, where the threads
 # of a program exchange data, is not needed: no element depends on another. (Stages are for loops, and come with page
 # two.)
 #
@@ -493,7 +494,7 @@ print(report.summary())
 # %%
 # Small vectors are bound by neither memory nor arithmetic: a launch takes its time whatever the kernel does, so the
 # rate grows in proportion to the size. A copy of as many bytes, the dotted line, has to be launched as well, and all
-# providers follow it from end to end, within a few per cent. They must: they move the same bytes. A kernel this plain
+# providers follow it from end to end, within some per cent. They must: they move the same bytes. A kernel this plain
 # cannot win by computing less, and later pages win by moving less: softmax, next, keeps in registers what torch's
 # separate operations write to memory and read again.
 #

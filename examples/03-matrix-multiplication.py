@@ -60,6 +60,8 @@ print(f"{product['gpu']}: {quotient:.0f} operations per byte in float16")
 #
 # .. math:: \text{rate} \le \min(\text{peak}, \ \text{intensity} \times \text{bandwidth})
 #
+# The intensity at which the two are equal is the *ridge*.
+#
 # So a product of large matrices *can* run at the peak. It does so if the bytes really cross the bus about once, and
 # this is what the page is about. The formula :math:`C_{mn}` taken at its word reads a row of :math:`A` and a column of
 # :math:`B` for each result: :math:`2 K s` bytes for :math:`2 K` operations, an intensity of :math:`1 / s`: half an
@@ -267,7 +269,7 @@ for name, tiles in orders.items():
 # %%
 # Both orders have 16 tiles to show for it. The closer the running tiles are to a square, the fewer strips they need,
 # as with a single tile: the group is a tile of tiles, and L2 is its memory. The same count for a GPU with 132
-# multiprocessors and a result of 32 rows and 32 columns of tiles, in the groups of 8 rows that the library uses:
+# multiprocessors and a result of 32 rows and 32 columns of tiles, in groups of 8 rows, as our kernel has them:
 
 for group in (1, 8):
     of_a, of_b = strips(order(32, 32, group)[:132])
@@ -861,7 +863,7 @@ report_thin.plot()
 report_thin
 
 # %%
-# On the right the curves fall, as they must: with some 190 rows the intensity passes the ridge, and from there on it is
+# On the right the curves fall, as they must: with some 180 rows the intensity passes the ridge, and from there on it is
 # arithmetic that takes the time.
 #
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
@@ -907,8 +909,9 @@ for tile in ((128, 256), (192, 128), (64, 256), (64, 128)):
 # in `hopper/matmul_specialized.py` is the rate that the library reckons with for them; no record holds what they
 # reached.)
 #
-# Or each program sums over a part of :math:`K`. (Batches of products never do.) All but one leave their sums in memory;
-# the last one adds those of the others to its own, always in the same order, and stores the tile. Up to four programs
+# Or each program sums over a part of :math:`K`. (Batches of products never do, nor do tiles of 160 columns, which we
+# meet below. Tiles of 64 rows are not shared at all.) All but one leave their sums in memory; the last one adds those
+# of the others to its own, always in the same order, and stores the tile. Up to four programs
 # share one tile in this way. This is how long some products take, in rounds of tiles of 128 × 256:
 
 
@@ -938,13 +941,14 @@ for n in (4352, 5120, 5632, 8192):
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
 # longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. On Hopper the library does
-# this for single products of 16-bit numbers; batches of such matrices, and float8, take the third rung with narrow
-# loads. The result needs no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
+# this for single products of 16-bit numbers, but for the smallest; batches of such matrices, and float8, take the third
+# rung with narrow loads. The result needs no copy. Its tiles leave by ordinary stores, in which each warp writes along
+# a row.
 #
 # Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
-# 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. Most
-# tiles are 128 × 256 and read twice as much of :math:`B` as of :math:`A`, so from 1536 rows of :math:`A` on the library
-# copies :math:`B` alone.
+# 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. In
+# large products most tiles are 128 × 256 and read twice as much of :math:`B` as of :math:`A`, so from 1536 rows of
+# :math:`A` on the library copies :math:`B` alone.
 #
 # The last sweep is about the epilogue. It adds a bias, which torch adds within its product, too, and applies GELU, for
 # which torch needs a second kernel.
@@ -1251,11 +1255,11 @@ for n in (256, 512, 1024):
 # In the middle it matters how full the rounds are: when 132 multiprocessors have 144 tiles to compute, 120 of them wait
 # in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, by
 # the fifth rung's kernel, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's, in bfloat16
-# :measured:`matmul-bf16: triton_gallery / torch at 768`. At 1536³
-# there would be 144 tiles of 128 × 128. The library takes 120 of 128 × 160 instead, which is one round, and we are at
-# :measured:`matmul-fp16: triton_gallery / torch at 1536`. At 1024³ one round
-# needs small tiles of 64 × 128, and we are at :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and
-# at :measured:`matmul-bf16: triton_gallery / torch at 1024` in bfloat16.
+# :measured:`matmul-bf16: triton_gallery / torch at 768`. At 1536³ there would be 144 tiles of 128 × 128. The library
+# takes 120 of 128 × 160 instead, which is one round, and we are at :measured:`matmul-fp16: triton_gallery / torch at
+# 1536`. At 1024³ only small tiles of 64 × 128, 128 of them, give nearly all multiprocessors work, and we are at
+# :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at :measured:`matmul-bf16: triton_gallery /
+# torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
 # tiles, and of *clusters* of two multiprocessors, to both of which one copy brings a tile. Triton's blocks are powers
@@ -1269,18 +1273,19 @@ for n in (256, 512, 1024):
 # :math:`K`, for the matrix unit and for shared memory:
 
 
-def cycles_of_a_step(rows, cols, step=64):  # of 16-bit numbers
-    products = rows * cols * step / 2048
-    bytes_read = rows // 64 * (64 + cols) * step * 2
-    bytes_written = (rows + cols) * step * 2
+def cycles_of_a_step(rows, *blocks, step=64):  # of 16-bit numbers; blocks of columns
+    products = rows * sum(blocks) * step / 2048
+    bytes_read = sum(rows // 64 * (64 + cols) for cols in blocks) * step * 2
+    bytes_written = (rows + sum(blocks)) * step * 2
     return products, (bytes_read + bytes_written) / 128
 
 
-for rows, cols in ((128, 256), (192, 128), (128, 160), (192, 96), (128, 128), (64, 128)):
-    products, moves = cycles_of_a_step(rows, cols)
-    print(f"{rows} × {cols}: {products:.0f} to multiply, {moves:.0f} to move")
+for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 128), (64, 128)):
+    products, moves = cycles_of_a_step(rows, *blocks)
+    print(f"{rows} × {sum(blocks)}: {products:.0f} to multiply, {moves:.0f} to move")
 
 # %%
+# Our 160 columns read the numbers of :math:`A` twice, once for each block; the 96 of cuBLAS, in one block, do not.
 # Only with the largest tile does shared memory keep up, just so; to the others it would set a limit. That is a count
 # and no measurement. So a product with few tiles has to choose between idle multiprocessors and slow ones, and it is
 # the finer choice that cuBLAS has.
@@ -1329,13 +1334,13 @@ for rows, cols in ((128, 256), (192, 128), (128, 160), (192, 96), (128, 128), (6
 # triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The
 # lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row reaches
 # :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles of the
-# matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. Much more cannot be
-# had of our clock, since the flush fills the cache with numbers that memory does not have yet. A copy of as many bytes
-# suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at
-# 2`.
+# matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. By our clock not
+# much more is possible: the flush before each call leaves the L2 cache full of numbers that still have to be written to
+# memory, which takes a part of the bandwidth. A copy of as many bytes suffers as well, but less; of its rate we reach
+# :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 2`.
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024`
-# torch's rate, where a quarter of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
+# torch's rate, where a third of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
 # :math:`K` is cut. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
 # 128, so that fewer parts will do. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` where that
 # begins, at :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, and at

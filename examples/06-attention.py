@@ -1613,10 +1613,11 @@ for seq_len in (512, 1024, 4096, 16384):
 #   :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`, as cuDNN reaches
 #   :measured:`attention-fwd-head-dims-fp16: cuDNN at 128` there and
 #   :measured:`attention-fwd-d128-causal-fp16: cuDNN at 4096` here; why, we have not looked into)
-# - forward at worst, with head dimension 64, :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN at worst` and,
-#   with a mask, :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst`, and with 128
-#   :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` and, with a mask,
-#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst`; with a mask that is at 512 positions
+# - forward, the lowest of each sweep: with head dimension 64 :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN
+#   at worst` without a mask and :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with one;
+#   with 128 :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` without and
+#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with one. Both of those with a mask are
+#   at 512 positions
 # - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
 #   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
 #   triton_gallery / cuDNN at worst` with 64

@@ -2,17 +2,19 @@
 
 Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
-- Large products, and those of few tiles with a long K, go to the kernel that works with TMA and specialized warps. The
-  pointer kernel takes the others: products whose tiles run all at once, thin ones, and of those with a K of up to 256
-  all but the largest.
-- Where there are fewer tiles than multiprocessors, K is cut into parts (*split K*): a program computes one part of one
-  tile in float32, and a second kernel adds up the parts, always in the same order.
+- Large products, and those of few tiles with a long K, go to the kernel that works with TMA and specialized warps, and
+  so do smaller ones, from 64 rows and columns on, whose rows pointers could not read 16 bytes at a time. The pointer
+  kernel takes the others: products whose tiles run all at once, thin ones, and of those with a K of up to 256 all but
+  the largest.
+- Where there are at most half as many tiles as multiprocessors, a K of 2048 or more may be cut into parts (*split K*):
+  a program computes one part of one tile in float32, and a second kernel adds up the parts, always in the same order.
 - TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
   ones that do, if the product is not tiny. Of rows that begin in the middle of a sector of 32 bytes TMA copies 128
-  bytes as five sectors, not four. In a large product b, of which tiles need more than of a, is copied for that, too.
+  bytes as five sectors, not four. In a large product b, of which most tiles need more than of a, is copied for that,
+  too.
 
-The rates below are what we measured on an H200 or an H100, rounded; they only have to put the choices into the right
-order.
+The rates below were measured on an H200 or an H100, or fitted to measured times; they only have to put the choices into
+the right order. (That of memory is more than a copy reaches.)
 """
 
 from collections.abc import Callable
@@ -227,9 +229,10 @@ def _pointer_config(
         blocks = (width, 16) if N <= 16 else (16, width)
         return config(*blocks, step_bytes, tile_us=width * K * itemsize / _THIN_BYTES_PER_US)
     # Where all tiles run at once, the smallest are the quickest: each reads the least. Of a long K they would read the
-    # most together; a short one is soon read by larger tiles, too.
+    # most together.
     if K < (8192 if min(M, N) <= 64 else 4096) and n_tiles(64, 32) <= n_processors:
         return config(64, 32, step_bytes, tile_us=64 * 32 * K * itemsize / 2 / _SMALL_PER_US)
+    # A K of up to 256 is soon read by larger tiles, too.
     if K > 256 and n_tiles(64, 64) <= n_processors:
         # Many short steps are still the quicker ones where a step takes many rows of a matrix, and not a long piece of
         # each.

@@ -485,7 +485,7 @@ def _matmul_specialized_kernel(
     bias_ptr,  # (N,) or None
     out_ptr,  # (n_matrices, M, N)
     pre_ptr,  # like out, for the values before the activation, or None
-    sums_ptr,  # (n_programs, NUM_CONSUMERS, BLOCK_M * BLOCK_N), float32; or None, where no tile can be shared
+    sums_ptr,  # (n_programs, NUM_CONSUMERS, BLOCK_M * BLOCK_N), float32; or None, where nobody can share K
     mail_ptr,  # (n_programs, NUM_CONSUMERS): EMPTY, until the sums are there
     out_desc,  # of out and pre; None where TMA cannot address their rows, which then lie side by side
     pre_desc,
@@ -588,11 +588,11 @@ _TILES = (
     (1, 64, 8, 1.9e6),
 )
 _PART_TILES = [tile for tile in _TILES if tile[0] < 3]  # of parts of K; three consumers were of little use there
-_ALONE_PER_US = 2.25e6  # those of one consumer while the others rest
+_ALONE_PER_US = 2.25e6  # multiplications of one consumer in a microsecond, while the others rest
 _MAX_SHARING = 4  # programs that may divide K
 _SHARING_US = 7  # what it costs them to hand on their sums
 # Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
-# more it copies for each multiplication: those of up to 128 columns lose this much more.
+# more it copies for each multiplication: those of up to 128 columns lose this much more. (Of 160 we do not know.)
 _SPLIT_SECTORS = 0.85
 
 
