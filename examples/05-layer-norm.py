@@ -187,8 +187,8 @@ torch.testing.assert_close(y, expected)
 #     \frac{\partial \hat{x}_j}{\partial x_k} =
 #     r \left( \delta_{jk} - \frac{1}{N} - \frac{\hat{x}_j \hat{x}_k}{N} \right)
 #
-# Nobody stores that matrix. The backward pass wants its product with the vector :math:`g`, and each of the three terms
-# multiplies out to something small:
+# Nobody stores that matrix. The backward pass wants its product with the vector :math:`g`, a *vector-Jacobian product*,
+# and each of the three terms multiplies out to something small:
 #
 # .. math::
 #     dx_k = \sum_j g_j \frac{\partial \hat{x}_j}{\partial x_k}

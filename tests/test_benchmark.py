@@ -103,6 +103,26 @@ def test_gbps_and_tflops_turn_fast_times_into_the_high_quantile():
     assert benchmark.tflops(8e9, (2.0, 1.0, 4.0)) == pytest.approx((4.0, 2.0, 8.0))
 
 
+@pytest.mark.parametrize(
+    ("rate", "count", "times", "message"),
+    [
+        (
+            benchmark.gbps,
+            1e9,
+            (1.0, 0.0, 1.0),
+            "gbps: times must be three above 0, as measure returns them, got (1.0, 0.",
+        ),
+        (benchmark.gbps, 1e9, (1.0, 1.0), "gbps: times must be three above 0, as measure returns them, got (1.0, 1.0)"),
+        (benchmark.tflops, 1e9, 1.0, "tflops: times must be three above 0, as measure returns them, got 1.0"),
+        (benchmark.gbps, -1, (1.0, 1.0, 1.0), "gbps: n_bytes must be a number that is not negative, got -1"),
+        (benchmark.tflops, "a", (1.0, 1.0, 1.0), "tflops: flops must be a number that is not negative, got 'a'"),
+    ],
+)
+def test_gbps_and_tflops_refuse(rate, count, times, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rate(count, times)
+
+
 @triton.jit
 def copy_kernel(x_ptr, out_ptr, KEEP: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -154,7 +174,11 @@ def test_a_copy_of_as_many_bytes_stands_beside_the_peers_and_is_none(fake_gpu):
     assert report.providers == ["triton_gallery", "torch", _report.COPY]
     assert report.series(_report.COPY) == {256: 4000.0, 1024: 4000.0}
     assert report.series("peers") == report.series("torch") == {256: 1024.0, 1024: 4096.0}
-    assert report.quote("triton_gallery", _report.COPY, "256") == "51 %"
+    assert (
+        report.quote("triton_gallery", _report.COPY, "256")
+        == report.quote("triton_gallery", _report.COPY, 256)
+        == "51 %"
+    )
     assert "triton_gallery / copy of as many bytes: 51 % to 205 %, median 128 %\n" in report.summary()
     table = report._repr_html_()
     assert "<strong>2,048</strong>" in table and "<strong>4,000" not in table
@@ -328,6 +352,10 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({"line_names": ["ours", "torch"]}, {}, ValueError, "line_names must name each value"),
         ({"line_vals": ["triton_gallery"]}, {}, ValueError, "line_names must name each value"),
         ({"line_names": ["triton_gallery"] * 2}, {}, ValueError, "no two alike, one 'triton_gallery', got"),
+        ({"x_names": []}, {}, TypeError, "x_names must be a list of one name or more, got []"),
+        ({"x_names": "N"}, {}, TypeError, "x_names must be a list of one name or more, got 'N'"),
+        ({"x_names": None}, {}, TypeError, "x_names must be a list of one name or more, got None"),
+        ({"x_vals": "ab"}, {}, TypeError, "x_vals must be a list, got str"),
         ({"x_vals": []}, {}, ValueError, "x_vals must hold one value or more, no two alike, got []"),
         ({"x_vals": [256, 256]}, {}, ValueError, "no two alike, got [256, 256]"),
         ({"x_vals": [(1, 2)]}, {}, ValueError, "a number or 1, one for each x_name, got [[1, 2]]"),
@@ -370,6 +398,11 @@ def test_perf_report_refuses_a_list_of_benchmarks():
 def test_measure_refuses_what_is_no_list_of_tensors(tensors):
     with pytest.raises(TypeError, match=f"grad_to_none must be a list of tensors, got {type(tensors).__name__}"):
         benchmark.measure(print, grad_to_none=tensors)
+
+
+def test_measure_refuses_a_list_of_other_things():
+    with pytest.raises(TypeError, match="grad_to_none must be a list of tensors, got int in it"):
+        benchmark.measure(print, grad_to_none=[torch.zeros(1), 1])
 
 
 def test_measure_refuses_what_cannot_be_called():

@@ -760,6 +760,10 @@ REFUSED = {
     "a string": (lambda x: (x, "4"), TypeError, "normalized_shape must be an int or a sequence of ints, got '4'"),
     "an array": (lambda x: (x, numpy.array([4])), TypeError, r"normalized_shape must be an int .*, got array\(\[4\]\)"),
     "arrays": (lambda x: (x, [numpy.ones(2)]), TypeError, r"normalized_shape must be an int .* ints, got \[array\(\[1"),
+    "nothing in it": (lambda x: (x, (4, None)), TypeError, r"normalized_shape must be .* ints, got \(4, None\)"),
+    "a NumPy fraction": (lambda x: (x, (numpy.float32(4),)), TypeError, r"normalized_shape must be .* ints, got \("),
+    "a NumPy bool": (lambda x: (x[:, :1], (numpy.True_,)), TypeError, r"normalized_shape must be .* ints, got \("),
+    "bytes": (lambda x: (x, b"\x04"), TypeError, r"normalized_shape must be an int .* ints, got b'"),
     "tensors": (lambda x: (x, [torch.ones(2)]), TypeError, r"normalized_shape must be .* ints, got \[tensor\(\[1"),
     "a position": (lambda x: (x, -1), ValueError, r"normalized_shape must be the sizes of .* \(3, 4\), got \(-1,\)"),
     "2-d weight": (lambda x: (x, 4, x), ValueError, r"weight must have shape \(4,\), got \(3, 4\)"),
@@ -804,6 +808,8 @@ def test_layer_norm_refuses_params_that_torch_refuses(device):
     x = torch.randn(3, 4, device=device)
     with pytest.raises(TypeError, match="weight must have the dtype float32 where x has float32, got float16"):
         tg.layer_norm(x, 4, torch.ones(4, device=device).half())
+    with pytest.raises(TypeError, match="weight must have the dtype float32 where x has float32, got int32"):
+        tg.layer_norm(x, 4, torch.ones(4, device=device).int())
     with pytest.raises(TypeError, match="must have the dtype float16 or float32 where x has float16, got bfloat16"):
         tg.layer_norm(x.half(), 4, None, torch.ones(4, device=device).bfloat16())
     with pytest.raises(ValueError, match=r"layer_norm: bias must have shape \(4,\), got \(3,\)"):

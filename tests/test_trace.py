@@ -30,6 +30,12 @@ def _copy_kernel(x_ptr, out_ptr, n_elements, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _move_kernel(x_ptr, STEP: tl.constexpr):
+    x_ptr += tl.program_id(0) * STEP
+    tl.store(x_ptr, 1)
+
+
+@triton.jit
 def _unmasked_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) + 1)
@@ -419,7 +425,7 @@ def test_trace_refuses_what_is_no_kernel(device):
     with pytest.raises(TypeError, match="trace: _copy_kernel has no argument BLOK"):
         tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, BLOK=8)
     tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, num_warps=2, num_stages=1, waves_per_eu=1)
-    with pytest.raises(ValueError, match="watch must name variables that the kernel sets, got total"):
+    with pytest.raises(ValueError, match="watch must name variables that the kernel sets, got 'total'"):
         tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8, watch=("offsets", "total"))
     with pytest.raises(ValueError, match="argument must be one of x_ptr, out_ptr, got 'y_ptr'"):
         tg.trace(_copy_kernel, (1,), x, x, 8, BLOCK=8).owner("y_ptr")
@@ -451,6 +457,27 @@ def test_trace_refuses_tensors_without_memory_of_their_own(device):
         tg.trace(_copy_kernel, (1,), FakeTensorMode().from_tensor(x), x, 8, BLOCK=8)
     with pytest.raises(ValueError, match="x_ptr must be a dense tensor that holds data, got one of layout"):
         tg.trace(_copy_kernel, (1,), x.to_sparse(), x, 8, BLOCK=8)
+    with pytest.raises(ValueError, match="x_ptr must be a dense tensor that holds data, got a view whose signs are"):
+        tg.trace(_copy_kernel, (1,), torch._neg_view(x), x, 8, BLOCK=8)
+    with pytest.raises(ValueError, match="x_ptr must be a dense tensor that holds data, got one without memory"):
+        tg.trace(_copy_kernel, (1,), torch._efficientzerotensor(8, device=device), x, 8, BLOCK=8)
+    freed = torch.zeros(8, device=device)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="out_ptr must be a dense tensor that holds data, got one without memory"):
+        tg.trace(_copy_kernel, (1,), x, freed, 8, BLOCK=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fnuz], ids=str)
+def test_trace_refuses_dtypes_that_triton_does_not_interpret(dtype, device):
+    x = torch.zeros(8, device=device)
+    with pytest.raises(TypeError, match=f"trace: x_ptr must have a dtype that Triton interprets, got {dtype}"):
+        tg.trace(_copy_kernel, (1,), x.to(dtype), x, 8, BLOCK=8)
+
+
+def test_a_watched_pointer_is_an_address(device):
+    x = torch.zeros(8)
+    trace = tg.trace(_move_kernel, (2,), x, 4, watch="x_ptr")
+    assert [int(address) for _, address in trace.watched["x_ptr"]] == [x.data_ptr()] * 3 + [x.data_ptr() + 16]
 
 
 COMPILE_TRACE_COMPILE = """

@@ -31,7 +31,7 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
         got = str(x.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: {name} must have one of the dtypes {allowed}, got {got}")
     if x.is_nested:
-        raise TypeError(f"{op}: {name} must not be a nested tensor; call .to_padded_tensor() or .unbind() first")
+        raise TypeError(f"{op}: {name} must not be a nested tensor; call .to_padded_tensor(padding) or .unbind() first")
     if x.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {x.layout}; call .to_dense() first")
     device = x.device.type

@@ -164,8 +164,9 @@ class Report:
                 best[row["x"]] = max(best.get(row["x"], 0), row["median"])
         return dict.fromkeys(best, math.nan) if self.outdated else best
 
-    def quote(self, series: str, base: str | None, at: str) -> str:
+    def quote(self, series: str, base: str | None, at: str | float) -> str:
         """The number that `triton_gallery.benchmark.quote` describes, or "not yet measured"."""
+        at = str(at)
         values = {str(x): value for x, value in self.series(series).items()}
         if base:
             below = {str(x): value for x, value in self.series(base).items()}

@@ -1169,10 +1169,10 @@ def attention(
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 
-        Scores that are all -inf count as no key, where torch has NaN. Two defects are known, both of extreme numbers:
-        on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get infinity, NaN
-        or 0; and scores from 1e6 on leave the gradients no digit: from 1.2e7 on they are mostly too small, and from 1e9
-        on they may be infinite.
+        A query whose scores are all -inf gets 0, like one that may see no key. Two defects are known, both of extreme
+        numbers: on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get
+        infinity, NaN or 0; and scores from 1e6 on leave the gradients no digit: from 1.2e7 on they are mostly too
+        small, and from 1e9 on they may be infinite.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 

@@ -91,7 +91,9 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
         raise TypeError(f"measure: fn must be callable, got {type(fn).__name__}")
     if isinstance(grad_to_none, torch.Tensor) or not isinstance(grad_to_none, Iterable | None):
         raise TypeError(f"measure: grad_to_none must be a list of tensors, got {type(grad_to_none).__name__}")
-    grad_to_none = tuple(grad_to_none or ())
+    grad_to_none = () if grad_to_none is None else tuple(grad_to_none)
+    if others := [x for x in grad_to_none if not isinstance(x, torch.Tensor)]:
+        raise TypeError(f"measure: grad_to_none must be a list of tensors, got {type(others[0]).__name__} in it")
     tiny = torch.zeros(1, device=_gpu("measure"))
     driver = triton.runtime.driver.active
     device, cache = driver.get_device_interface(), driver.get_empty_cache_for_benchmark()
@@ -151,16 +153,40 @@ class _Rate(tuple):
 
 
 def gbps(n_bytes: float, times: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Turn bytes moved and `measure`'s times into GB/s: median, 20 % and 80 % quantile of the rate."""
-    median, fast, slow = times
-    rate = _Rate(n_bytes / ms * 1e-6 for ms in (median, slow, fast))
+    """Turn bytes moved and `measure`'s times into GB/s: median, 20 % and 80 % quantile of the rate.
+
+    Args:
+        n_bytes: how many.
+        times: three, in milliseconds, as `measure` returns them.
+
+    Raises:
+        ValueError: `n_bytes` is negative, or `times` are not three that are above 0.
+    """
+    rate = _Rate(_rates("gbps", "n_bytes", n_bytes, times, 1e6))
     rate.n_bytes = n_bytes
     return rate
 
 
+def _rates(name: str, what: str, count: float, times: tuple[float, float, float], unit: float) -> tuple:
+    if not isinstance(count, int | float) or not count >= 0:
+        raise ValueError(f"{name}: {what} must be a number that is not negative, got {count!r}")
+    if not isinstance(times, tuple | list) or len(times) != 3 or not all(ms > 0 for ms in times):
+        raise ValueError(f"{name}: times must be three above 0, as measure returns them, got {times!r}")
+    median, fast, slow = times
+    return tuple(count / ms / unit for ms in (median, slow, fast))
+
+
 def tflops(flops: float, times: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Turn arithmetic operations and `measure`'s times into TFLOP/s: median, 20 % and 80 % quantile of the rate."""
-    return gbps(flops * 1e-3, times)
+    """Turn arithmetic operations and `measure`'s times into TFLOP/s: median, 20 % and 80 % quantile of the rate.
+
+    Args:
+        flops: how many.
+        times: three, in milliseconds, as `measure` returns them.
+
+    Raises:
+        ValueError: `flops` is negative, or `times` are not three that are above 0.
+    """
+    return _rates("tflops", "flops", flops, times, 1e9)
 
 
 def _copy(n_bytes: int) -> Callable:
@@ -462,7 +488,10 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
         raise ValueError(f"perf_report: line_names {names}, got {benchmark.line_names}")
     if taken := [name for name in benchmark.line_names if name in RESERVED]:
         raise ValueError(f"perf_report: line_names must hold none of {', '.join(RESERVED)}, got {taken[0]!r}")
-    if not isinstance(benchmark.x_vals, Collection):
+    x_names = benchmark.x_names
+    if not isinstance(x_names, list | tuple) or not x_names or not all(isinstance(name, str) for name in x_names):
+        raise TypeError(f"perf_report: x_names must be a list of one name or more, got {x_names!r}")
+    if not isinstance(benchmark.x_vals, Collection) or isinstance(benchmark.x_vals, str):
         raise TypeError(f"perf_report: x_vals must be a list, got {type(benchmark.x_vals).__name__}")
     xs, n_sizes = _plain(list(benchmark.x_vals)), len(benchmark.x_names)
     if not xs or len(set(map(str, xs))) < len(xs):

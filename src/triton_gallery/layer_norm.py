@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -1065,17 +1066,18 @@ def _gradients_in_torch(dy, x, weight, n_cols, eps, subtract_mean):
 
 def _is_no_size(size):
     if isinstance(size, torch.Tensor | np.ndarray):
-        return size.ndim > 0  # one number alone is an int to torch
-    return isinstance(size, str | float | bool)
+        return size.ndim > 0 or "int" not in str(size.dtype)  # one number alone is an int to torch
+    return isinstance(size, bool | np.bool_) or not (isinstance(size, INTS) or hasattr(size, "__index__"))
 
 
 def _normalize(op, x, normalized_shape, weight, bias, eps):
     check_tensor(op, "x", x)
     normalized_shape = number(normalized_shape)
     sizes = (normalized_shape,) if isinstance(normalized_shape, INTS) else normalized_shape
-    if not isinstance(sizes, Sequence) or any(map(_is_no_size, sizes)):
+    is_sequence = isinstance(sizes, Sequence) and not isinstance(sizes, str | bytes | bytearray)
+    if not is_sequence or any(map(_is_no_size, sizes)):
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
-    normalized_shape = tuple(sizes)
+    normalized_shape = tuple(size if isinstance(size, INTS) else index(size) for size in sizes)
     if not normalized_shape or tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:
         shapes = f"x of shape {tuple(x.shape)}, got {normalized_shape}"
         raise ValueError(f"{op}: normalized_shape must be the sizes of the last dimensions (at least one) of {shapes}")
@@ -1092,10 +1094,10 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     for name, param in (("weight", weight), ("bias", bias)):
         if param is None:
             continue
-        check_tensor(op, name, param)
-        if param.dtype not in affine_dtypes:
+        if isinstance(param, torch.Tensor) and param.dtype not in affine_dtypes:
             allowed, got = " or ".join(map(str, affine_dtypes)).replace("torch.", ""), str(param.dtype)[6:]
             raise TypeError(f"{op}: {name} must have the dtype {allowed} where x has {str(x.dtype)[6:]}, got {got}")
+        check_tensor(op, name, param)
         if tuple(param.shape) != normalized_shape:
             raise ValueError(f"{op}: {name} must have shape {normalized_shape}, got {tuple(param.shape)}")
     check_same_device(op, x=x, weight=weight, bias=bias)

@@ -1134,7 +1134,7 @@ differentiable(_softmax_bwd, _SoftmaxGrad)
 def _apply(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log: bool) -> torch.Tensor:
     check_tensor(op, "x", x, FLOATS + _INTEGERS)
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATS):
-        raise TypeError(f"{op}: dtype must be None, float16, bfloat16, float32 or float64, got {dtype}")
+        raise TypeError(f"{op}: dtype must be None or one of {', '.join(map(str, FLOATS))}, got {dtype!r}")
     if dtype is None and x.dtype not in FLOATS:
         raise TypeError(f"{op}: x must be floating-point, got {x.dtype}; pass dtype=torch.float32 to convert it first")
     dim = number(dim)

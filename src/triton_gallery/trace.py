@@ -29,6 +29,11 @@ from ._launch import interpreter_lock, launch_interpreted
 
 _ADDRESS_BITS = 48  # what a process can address; the bits above are free
 _ADDRESS = np.uint64(2**_ADDRESS_BITS - 1)
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
+    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
 _LOADS, _STORES = ("load", "atomic"), ("store", "atomic")
 # What a launch may say to the compiler beside the kernel's own arguments, such as num_warps.
 _OPTIONS = {
@@ -218,8 +223,9 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         A `Trace`.
 
     Raises:
-        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, `grid` is neither a
-            tuple nor a function or holds something else than ints, or `watch` holds something else than names.
+        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, a tensor has a dtype
+            that Triton's interpreter does not know, `grid` is neither a tuple nor a function or holds something else
+            than ints, or `watch` holds something else than names.
         ValueError: the kernel sets no variable of a name in `watch`, `grid` has more than three axes, none, or a
             negative number of programs, or a tensor is sparse or holds no data.
 
@@ -269,6 +275,8 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and (lack := _lack(tensor)):
             raise ValueError(f"trace: {name} must be a dense tensor that holds data, got {lack}")
+        if isinstance(tensor, torch.Tensor) and tensor.dtype not in _DTYPES:
+            raise TypeError(f"trace: {name} must have a dtype that Triton interprets, got {tensor.dtype}")
     recorder = _Recorder(tensors)
     watcher = _Watcher(names, kernel.fn.__globals__)
     function = InterpretedFunction(kernel.fn)
@@ -284,7 +292,7 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
     unknown = [name for name in names if not watcher.changes[name]]
     # Where no program runs, no variable is set.
     if unknown and 0 not in grid:
-        raise ValueError(f"trace: watch must name variables that the kernel sets, got {', '.join(unknown)}")
+        raise ValueError(f"trace: watch must name variables that the kernel sets, got {', '.join(map(repr, unknown))}")
     return Trace(kernel.fn.__name__, (*grid, 1, 1)[:3], recorder.tensors, recorder.accesses, watcher.changes)
 
 
@@ -398,7 +406,9 @@ class _Watcher:
 
 def _value(variable) -> np.ndarray | tuple:
     if isinstance(variable, tl.tensor):
-        return variable.handle.data.reshape(variable.shape).copy()
+        data = variable.handle.data.reshape(variable.shape)
+        # A pointer's number of an argument is ours.
+        return data & _ADDRESS if variable.dtype.is_ptr() else data.copy()
     if isinstance(variable, tuple | tl.tuple):
         return tuple(map(_value, variable))
     return np.asarray(variable.value if isinstance(variable, tl.constexpr) else variable)
@@ -440,7 +450,15 @@ def _lack(tensor: torch.Tensor) -> str | None:
         return "a FakeTensor"
     if tensor.is_nested or tensor.layout != torch.strided:
         return "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
-    return "a meta tensor" if tensor.is_meta else None
+    if tensor.is_meta:
+        return "a meta tensor"
+    if tensor.is_neg():
+        return "a view whose signs are pending"
+    try:
+        has_memory = tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() > 0
+    except (RuntimeError, NotImplementedError):
+        has_memory = False  # so they say: tensors of zeros, of a transform, of a mask
+    return None if has_memory or tensor.numel() == 0 else "one without memory"
 
 
 def _positions(tensor: torch.Tensor) -> np.ndarray:
