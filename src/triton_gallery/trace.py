@@ -457,7 +457,7 @@ def _lack(tensor: torch.Tensor) -> str | None:
     try:
         has_memory = tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() > 0
     except (RuntimeError, NotImplementedError):
-        has_memory = False  # so they say: tensors of zeros, of a transform, of a mask
+        has_memory = False  # a tensor of zeros that torch keeps no memory for, one with a mask, a transform's
     return None if has_memory or tensor.numel() == 0 else "one without memory"
 
 
