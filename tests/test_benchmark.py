@@ -101,6 +101,7 @@ def bench_softmax(M, N, provider):
 def test_gbps_and_tflops_turn_fast_times_into_the_high_quantile():
     assert benchmark.gbps(8e6, (2.0, 1.0, 4.0)) == pytest.approx((4.0, 2.0, 8.0))
     assert benchmark.tflops(8e9, (2.0, 1.0, 4.0)) == pytest.approx((4.0, 2.0, 8.0))
+    assert benchmark.gbps(np.int64(8e6), (np.float32(2), 1, 4)) == pytest.approx((4.0, 2.0, 8.0))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,12 @@ def test_gbps_and_tflops_turn_fast_times_into_the_high_quantile():
             "gbps: times must be three above 0, as measure returns them, got (1.0, 0.",
         ),
         (benchmark.gbps, 1e9, (1.0, 1.0), "gbps: times must be three above 0, as measure returns them, got (1.0, 1.0)"),
+        (
+            benchmark.gbps,
+            1e9,
+            (1.0, "a", 1.0),
+            "gbps: times must be three above 0, as measure returns them, got (1.0, 'a",
+        ),
         (benchmark.tflops, 1e9, 1.0, "tflops: times must be three above 0, as measure returns them, got 1.0"),
         (benchmark.gbps, -1, (1.0, 1.0, 1.0), "gbps: n_bytes must be a number that is not negative, got -1"),
         (benchmark.tflops, "a", (1.0, 1.0, 1.0), "tflops: flops must be a number that is not negative, got 'a'"),

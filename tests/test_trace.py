@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import triton_gallery as tg
 from triton_gallery import _launch
 from triton_gallery._launch import launch_interpreted
-from triton_gallery.trace import Trace
+from triton_gallery.trace import _DTYPES, Trace
 
 
 @triton.jit
@@ -472,6 +472,14 @@ def test_trace_refuses_dtypes_that_triton_does_not_interpret(dtype, device):
     x = torch.zeros(8, device=device)
     with pytest.raises(TypeError, match=f"trace: x_ptr must have a dtype that Triton interprets, got {dtype}"):
         tg.trace(_copy_kernel, (1,), x.to(dtype), x, 8, BLOCK=8)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_trace_takes_every_dtype_that_triton_interprets(dtype, device):
+    x = torch.tensor([0, 1, 1, 0], device=device).to(dtype)
+    out = torch.zeros_like(x)
+    tg.trace(_copy_kernel, (1,), x, out, 4, BLOCK=8)
+    assert torch.equal(out.float(), x.float())
 
 
 def test_a_watched_pointer_is_an_address(device):

@@ -15,6 +15,7 @@ import importlib.resources
 import inspect
 import json
 import math
+import numbers
 import os
 import platform
 import re
@@ -168,9 +169,10 @@ def gbps(n_bytes: float, times: tuple[float, float, float]) -> tuple[float, floa
 
 
 def _rates(name: str, what: str, count: float, times: tuple[float, float, float], unit: float) -> tuple:
-    if not isinstance(count, int | float) or not count >= 0:
+    if not isinstance(count, numbers.Real) or not count >= 0:
         raise ValueError(f"{name}: {what} must be a number that is not negative, got {count!r}")
-    if not isinstance(times, tuple | list) or len(times) != 3 or not all(ms > 0 for ms in times):
+    is_three = isinstance(times, tuple | list) and len(times) == 3
+    if not is_three or not all(isinstance(ms, numbers.Real) and ms > 0 for ms in times):
         raise ValueError(f"{name}: times must be three above 0, as measure returns them, got {times!r}")
     median, fast, slow = times
     return tuple(count / ms / unit for ms in (median, slow, fast))

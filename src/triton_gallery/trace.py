@@ -25,14 +25,15 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ._arguments import FLOATS
 from ._launch import interpreter_lock, launch_interpreted
 
 _ADDRESS_BITS = 48  # what a process can address; the bits above are free
 _ADDRESS = np.uint64(2**_ADDRESS_BITS - 1)
 _DTYPES = (
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
-    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, *FLOATS),
 )
 _LOADS, _STORES = ("load", "atomic"), ("store", "atomic")
 # What a launch may say to the compiler beside the kernel's own arguments, such as num_warps.
