@@ -1,48 +1,40 @@
 """Softmax of long rows, in Gluon: a row waits on the chip between the two passes over it.
 
-``tl`` decides by itself what lives in shared memory. Here the kernel decides. Rows of up to 40 KiB, which come here if
-they cannot be loaded 16 bytes at a time, have a program of their own each. Longer ones are cut into parts (see
-``exchange``), and a program holds its part of two or three rows: while one is written, maximum and sum of the next are
-known already. As soon as a piece is written, the copy of a later row's takes its place, so that memory is never idle.
+``tl`` decides by itself what lives in shared memory. Here the kernel decides. Rows of up to 52 KiB have a program of
+their own each, and longer ones a program for each part (see ``exchange``). A program has few warps, and little shared
+memory: so a multiprocessor holds many, and while some wait for memory or for other parts, others compute and write.
 """
 
 from typing import NamedTuple
 
 import torch
+from triton.language.extra.cuda import gdc_wait
 
-from .._launch import cdiv, has_fast_memory, launch, num_multiprocessors
-from ..softmax import PACKED_COLS
+from .._launch import cdiv, launch, num_multiprocessors
 from ._gluon import async_copy, async_copy_to_shared, gl, gluon
-from .exchange import at_a_time, mailboxes, max_parts, receive, registers_for, send
+from .exchange import mailboxes, max_parts, receive, receive_soon, send
 
 # Vectors of 16 bytes per thread in a chunk.
 _STEPS = 2
-# Rows of more 16-bit numbers lie in parts on an H200. Shorter ones stay in registers, if they can be loaded 16 bytes at
-# a time.
-_LONG_16_BIT = 26 * 1024
-# Fewer bytes than this, all rows together, are read twice in less time than the parts need to agree.
-_MIN_BYTES_OF_PARTS = 4 * 1024 * 1024
+# Rows of at most so many bytes, by the size of a number, stay in the registers of tl's kernels. Where it cannot load
+# 16-bit numbers 16 bytes at a time, this kernel is sooner faster.
+_MIN_ROW_BYTES = {2: 32 * 1024, 4: 48 * 1024}
+_MIN_ODD_ROW_BYTES = 8 * 1024
+# Fewer bytes than this, all rows together, take less time in tl's kernels: in registers, or read twice.
+_MIN_BYTES = 4 * 1024 * 1024
+# The most parts of a row for each multiprocessor, which has room for three times as many.
+_MAX_PARTS = 4
 
 
 class _Plan(NamedTuple):
     max_row_bytes: int
     part_bytes: int | None  # None for whole rows
     num_warps: int
-    stages: int  # rows of which a program holds a part
-    programs: int  # on a multiprocessor, at most
 
 
-# Short parts of one warp, which waits for nobody but the other parts, as long as these are not too many: measured on an
-# H200.
-_PLANS = (
-    _Plan(40 * 1024, None, 4, 1, 6),
-    _Plan(256 * 1024, 8 * 1024, 1, 2, 12),
-    _Plan(1024 * 1024, 8 * 1024, 2, 3, 8),
-    _Plan(2**31 - 1, 16 * 1024, 4, 3, 4),
-)
-# Shared memory of a multiprocessor; of this each program is charged 1 KiB, and what a reduction over its warps takes.
-_SHARED_BYTES = 228 * 1024
-_OVERHEAD_BYTES = 1024 + 256
+# A single warp waits for nobody but the other parts. Where these would be too many, two share a longer part: measured
+# on an H200 and an H100.
+_PLANS = (_Plan(52 * 1024, None, 4), _Plan(384 * 1024, 12 * 1024, 1), _Plan(2**31 - 1, 16 * 1024, 2))
 
 
 @gluon.jit
@@ -75,19 +67,26 @@ def _result(x, row_max, row_sum, log2_sum, DTYPE: gl.constexpr, IS_LOG: gl.const
 
 
 @gluon.jit
-def _copy_chunk(chunk, ptrs, vectors, numbers, n_left, exists, MASKED: gl.constexpr):
-    """Start the copy of a chunk of a row, if that row exists."""
-    # The latter two are always true, and give the first the shape of the chunk.
-    mask = exists & (vectors >= 0) & (numbers >= 0)
-    if MASKED:
-        # A vector has a part in the row or none, and a mask that says so keeps the copies 16 bytes wide.
-        mask = mask & (vectors < n_left)
-    async_copy_to_shared(chunk, ptrs, mask=mask)
+def _copy_part(smem, part_ptr, cols, vectors, numbers, n_vectors, N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr):
+    """Bring the vectors of a part of a row into shared memory. Each thread meets there what it has copied itself."""
+    CHUNK_VECTORS: gl.constexpr = cols.shape[0] * cols.shape[1]
+    CHUNK: gl.constexpr = CHUNK_VECTORS * cols.shape[2]
+    for c in gl.static_range(N_CHUNKS):
+        ptrs = part_ptr + c * CHUNK + cols
+        if c < N_FULL:
+            async_copy_to_shared(smem.index(c), ptrs)
+        else:
+            # A vector has a number of the part or none, and a mask that says so keeps the copies 16 bytes wide. Its
+            # latter half is always true, and gives the first the shape of the chunk.
+            mask = (vectors < n_vectors - c * CHUNK_VECTORS) & (numbers >= 0)
+            async_copy_to_shared(smem.index(c), ptrs, mask=mask)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
 
 
 @gluon.jit
 def _statistics(
-    ring, slot, cols, begin, end,
+    smem, cols, begin, end,
     N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The maximum of a part of a row, and its sum of exp(x - maximum)."""
@@ -99,7 +98,7 @@ def _statistics(
     m = gl.full([THREADS], -3.4028234663852886e38, gl.float32, BY_THREAD)
     s = gl.zeros([THREADS], gl.float32, BY_THREAD)
     for c in gl.static_range(N_CHUNKS):
-        x = _widen(ring.index(slot * N_CHUNKS + c).load(cols.type.layout), DTYPE)
+        x = _widen(smem.index(c).load(cols.type.layout), DTYPE)
         if c >= N_FULL or (c == 0 and not ALIGNED):
             x = gl.where((c * CHUNK + cols >= begin) & (c * CHUNK + cols < end), x, -float("inf"))
         m, s = _update(x, m, s)
@@ -129,19 +128,11 @@ def _place(row, row_stride, LINE: gl.constexpr, ALIGNED: gl.constexpr):
         return start // LINE * LINE, (start % LINE).to(gl.int32)
 
 
-@gluon.jit
-def _join(maxima, sums, parts, n_parts):
-    """The maximum and the sum of a row of which each part brings its own."""
-    row_max = gl.max(maxima, 0)
-    return row_max, gl.sum(gl.where(parts < n_parts, sums * gl.exp(maxima - row_max), 0.0), 0)
-
-
-@gluon.jit(do_not_specialize=["n_rows", "n_parts"])
+@gluon.jit(do_not_specialize=["n_parts"])
 def _softmax_resident_fwd_kernel(
     x_ptr,  # (n_rows, n_cols), 16-byte aligned
     out_ptr,  # (n_rows, n_cols), contiguous
     mail_ptr,  # (n_rows, n_parts), or None for whole rows
-    n_rows,
     n_parts,
     part_lines,  # cache lines in a part of a row; the last part may have fewer
     n_cols,
@@ -150,19 +141,16 @@ def _softmax_resident_fwd_kernel(
     CHUNK_STEPS: gl.constexpr,  # vectors per thread in a chunk
     N_CHUNKS: gl.constexpr,  # chunks of a part
     N_FULL: gl.constexpr,  # of these, those that every part fills
-    STAGES: gl.constexpr,  # rows of which there is room for a part; at least 2 where there are parts
     MAX_PARTS: gl.constexpr,
     ALIGNED: gl.constexpr,  # no cache line belongs to two rows
     IS_LOG: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Programs 0 to n_parts - 1 own row 0, one part each, the next n_parts programs row 1, and so on.
+    """Programs 0 to n_parts - 1 own the parts of row 0, the next n_parts programs those of row 1, and so on.
 
-    Such a group goes on with the row that lies as many rows further as there are groups. What a part has found of a row
-    is sent before the row ahead of it is written, and asked for after that: so the other parts' have had the time of a
-    whole row to come.
+    Each sends what it has found in its part, and waits for what the others have found.
     """
-    # A chunk is (steps, threads, numbers of a vector): each thread meets what it has copied itself.
+    # A chunk is (steps, threads, numbers of a vector).
     THREADS: gl.constexpr = 32 * num_warps
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [1, 32, 1], [1, num_warps, 1], [2, 1, 0])
     BY_STEP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
@@ -173,8 +161,7 @@ def _softmax_resident_fwd_kernel(
     CHUNK: gl.constexpr = CHUNK_VECTORS * VECTOR
     LINE: gl.constexpr = 8 * VECTOR
     OUT: gl.constexpr = out_ptr.dtype.element_ty
-    SLOTS: gl.constexpr = STAGES * N_CHUNKS
-    ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [SLOTS, CHUNK_STEPS, THREADS, VECTOR], SHARED)
+    smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [N_CHUNKS, CHUNK_STEPS, THREADS, VECTOR], SHARED)
     threads = gl.arange(0, THREADS, BY_THREAD)[None, :, None]
     numbers = gl.arange(0, VECTOR, BY_NUMBER)[None, None, :]
     vectors = gl.arange(0, CHUNK_STEPS, BY_STEP)[:, None, None] * THREADS + threads
@@ -182,77 +169,54 @@ def _softmax_resident_fwd_kernel(
 
     part = gl.program_id(0) % n_parts
     row = (gl.program_id(0) // n_parts).to(gl.int64)
-    n_groups = gl.num_programs(0) // n_parts
-    first = part * part_lines * LINE
-    part_cols = gl.minimum(n_cols - first, part_lines * LINE)
-    # From the cache line in which a part begins, its numbers are those from `begin` to `begin + part_cols`.
-    for k in gl.static_range(STAGES):
-        ahead = row + k * n_groups
-        line, begin = _place(ahead, x_row_stride, LINE, ALIGNED)
-        n_vectors = gl.cdiv(begin + part_cols, VECTOR)
-        for c in gl.static_range(N_CHUNKS):
-            ptrs = x_ptr + line + first + c * CHUNK + cols
-            n_left = n_vectors - c * CHUNK_VECTORS
-            _copy_chunk(ring.index(k * N_CHUNKS + c), ptrs, vectors, numbers, n_left, ahead < n_rows, c >= N_FULL)
-        async_copy.commit_group()
-    begin = _place(row, x_row_stride, LINE, ALIGNED)[1]
+    part_cols = part_lines * LINE
+    # From the cache line in which a part begins, its numbers are those from `begin` to `end`.
+    line, begin = _place(row, x_row_stride, LINE, ALIGNED)
+    x_row_ptr = x_ptr + line
+    first = part * part_cols
+    end = begin + gl.minimum(n_cols - first, part_cols)
+    _copy_part(smem, x_row_ptr + first, cols, vectors, numbers, gl.cdiv(end, VECTOR), N_CHUNKS, N_FULL)
+    row_max, row_sum = _statistics(smem, cols, begin, end, N_CHUNKS, N_FULL, ALIGNED, OUT)
     if mail_ptr is not None:
-        async_copy.wait_group(STAGES - 1)
-        part_max, part_sum = _statistics(ring, 0, cols, begin, begin + part_cols, N_CHUNKS, N_FULL, ALIGNED, OUT)
-        send(mail_ptr + row * n_parts, part_max, part_sum, part)
-    step = 0
-    while row < n_rows:
-        slot = step % STAGES
-        next_row = row + n_groups
-        next_begin = _place(next_row, x_row_stride, LINE, ALIGNED)[1]
-        if mail_ptr is None:
-            async_copy.wait_group(STAGES - 1)
-            row_max, row_sum = _statistics(ring, slot, cols, begin, begin + part_cols, N_CHUNKS, N_FULL, ALIGNED, OUT)
+        gdc_wait()  # until all mailboxes are empty
+        row_mail_ptr = mail_ptr + row * n_parts
+        send(row_mail_ptr, row_max, row_sum, part)
+        maxima, sums, parts, missing = receive_soon(row_mail_ptr, n_parts, MAX_PARTS, num_warps)
+        if missing:
+            # Programs start in the order of their numbers, but nobody promises that. Should all that run wait for one
+            # that cannot start, each does the work of the others and goes on.
+            for other in range(n_parts):
+                other_first = other * part_cols
+                other_end = begin + gl.minimum(n_cols - other_first, part_cols)
+                n_vectors = gl.cdiv(other_end, VECTOR)
+                _copy_part(smem, x_row_ptr + other_first, cols, vectors, numbers, n_vectors, N_CHUNKS, N_FULL)
+                other_max, other_sum = _statistics(smem, cols, begin, other_end, N_CHUNKS, N_FULL, ALIGNED, OUT)
+                send(row_mail_ptr, other_max, other_sum, other)
+            _copy_part(smem, x_row_ptr + first, cols, vectors, numbers, gl.cdiv(end, VECTOR), N_CHUNKS, N_FULL)
+            maxima, sums, parts = receive(row_mail_ptr, n_parts, MAX_PARTS, num_warps)
+        row_max = gl.max(maxima, 0)
+        row_sum = gl.sum(gl.where(parts < n_parts, sums * gl.exp(maxima - row_max), 0.0), 0)
+    log2_sum = gl.log2(row_sum)
+    # Rows of x and of the output lie alike in their vectors, if not in their cache lines.
+    out_row_ptr = out_ptr + (row * n_cols - begin) // VECTOR * VECTOR + first
+    for c in gl.static_range(N_CHUNKS):
+        out = _result(_widen(smem.index(c).load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
+        out_ptrs = out_row_ptr + c * CHUNK + cols
+        if c >= N_FULL or (c == 0 and not ALIGNED):
+            _store(out_ptrs, out, c * CHUNK_VECTORS + vectors, numbers, begin, end, VECTOR, ALIGNED)
         else:
-            if next_row < n_rows:
-                async_copy.wait_group(STAGES - 2)
-                next_slot, next_end = (step + 1) % STAGES, next_begin + part_cols
-                next_max, next_sum = _statistics(
-                    ring, next_slot, cols, next_begin, next_end, N_CHUNKS, N_FULL, ALIGNED, OUT
-                )
-                send(mail_ptr + next_row * n_parts, next_max, next_sum, part)
-            maxima, sums, parts = receive(mail_ptr + row * n_parts, n_parts, MAX_PARTS, num_warps)
-            row_max, row_sum = _join(maxima, sums, parts, n_parts)
-        log2_sum = gl.log2(row_sum)
-
-        ahead = row + STAGES * n_groups
-        line, ahead_begin = _place(ahead, x_row_stride, LINE, ALIGNED)
-        n_vectors = gl.cdiv(ahead_begin + part_cols, VECTOR)
-        # Rows of x and of the output lie alike in their vectors, if not in their cache lines.
-        out_row_ptr = out_ptr + (row * n_cols - begin) // VECTOR * VECTOR + first
-        for c in gl.static_range(N_CHUNKS):
-            start = c * CHUNK_VECTORS
-            chunk = ring.index(slot * N_CHUNKS + c)
-            out = _result(_widen(chunk.load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
-            out_ptrs = out_row_ptr + c * CHUNK + cols
-            if c >= N_FULL or (c == 0 and not ALIGNED):
-                _store(out_ptrs, out, start + vectors, numbers, begin, begin + part_cols, VECTOR, ALIGNED)
-            else:
-                gl.store(out_ptrs, out)
-            ptrs = x_ptr + line + first + c * CHUNK + cols
-            _copy_chunk(chunk, ptrs, vectors, numbers, n_vectors - start, ahead < n_rows, c >= N_FULL)
-        async_copy.commit_group()
-        row, begin = next_row, next_begin
-        step += 1
-    async_copy.wait_group(0)
+            gl.store(out_ptrs, out)
 
 
 class _Cut(NamedTuple):
-    """How rows are cut, and how many groups of programs, each with a row at a time, there is room for."""
+    """How rows are cut."""
 
-    plan: _Plan
+    num_warps: int
     aligned: bool  # no cache line belongs to two rows
     n_parts: int
     part_lines: int
     n_chunks: int  # of a part
     n_full: int  # of these, those that every part fills
-    programs: int  # on a multiprocessor
-    max_groups: int
 
 
 def _cut(x: torch.Tensor, n_cols: int, row_stride: int) -> _Cut:
@@ -267,9 +231,7 @@ def _cut(x: torch.Tensor, n_cols: int, row_stride: int) -> _Cut:
     last_bytes = row_bytes - (n_parts - 1) * part_lines * 128
     chunk_bytes = plan.num_warps * 32 * 16 * _STEPS
     n_chunks = cdiv(min(row_bytes, part_lines * 128) + more_bytes, chunk_bytes)
-    programs = min(plan.programs, _SHARED_BYTES // (plan.stages * n_chunks * chunk_bytes + _OVERHEAD_BYTES))
-    max_groups = programs * num_multiprocessors(x.device) // n_parts
-    return _Cut(plan, aligned, n_parts, part_lines, n_chunks, last_bytes // chunk_bytes, programs, max_groups)
+    return _Cut(plan.num_warps, aligned, n_parts, part_lines, n_chunks, last_bytes // chunk_bytes)
 
 
 def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -> int:
@@ -277,35 +239,36 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
 
     Where a row of x begins between two multiples of 16 bytes, there the row of the output must begin as well.
     """
-    row_bytes = n_cols * x.element_size()
-    # Below, tl's kernel keeps the row in registers. Where it cannot load 16 bytes at a time, this one is soon faster.
-    long = 2 * (_LONG_16_BIT if has_fast_memory(x.device) else PACKED_COLS[0])
-    at_least = {2: long if row_bytes % 16 == 0 else 8 * 1024, 4: 128 * 1024}.get(x.element_size())
-    if at_least is None or n_rows == 1 or not at_least < row_bytes < 2**31:
+    row_bytes, size = n_cols * x.element_size(), x.element_size()
+    odd = size == 2 and row_bytes % 16 != 0
+    if size not in _MIN_ROW_BYTES or n_rows == 1 or row_bytes >= 2**31:
         return 0
-    if (row_stride - n_cols) * x.element_size() % 16 != 0 or x.data_ptr() % 16 != 0:
+    if row_bytes <= (_MIN_ODD_ROW_BYTES if odd else _MIN_ROW_BYTES[size]):
         return 0
-    cut = _cut(x, n_cols, row_stride)
-    if cut.max_groups == 0 or (cut.n_parts > 1 and n_rows * row_bytes < _MIN_BYTES_OF_PARTS):
+    if (row_stride - n_cols) * size % 16 != 0 or x.data_ptr() % 16 != 0:
+        return 0
+    n_parts = _cut(x, n_cols, row_stride).n_parts
+    if n_parts > _MAX_PARTS * num_multiprocessors(x.device):
+        return 0
+    if n_rows * row_bytes < _MIN_BYTES and not (odd and n_parts == 1):
         return 0
     # The kernel reads whole vectors of 16 bytes. That of the last row's end may reach past the memory of x, and so may
     # those of other rows, if rows begin less than 16 bytes apart.
-    end = ((n_rows - 1) * row_stride + n_cols) * x.element_size()
+    end = ((n_rows - 1) * row_stride + n_cols) * size
     if end % 16 == 0:
         return n_rows
-    return n_rows - 1 if row_stride * x.element_size() >= 16 else 0
+    return n_rows - 1 if row_stride * size >= 16 else 0
 
 
 def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, is_log: bool) -> None:
     """Write the softmax of the first `n_rows`, which are supported, or its logarithm, to out."""
-    plan, aligned, n_parts, part_lines, n_chunks, n_full, programs, max_groups = _cut(x, n_cols, row_stride)
+    num_warps, aligned, n_parts, part_lines, n_chunks, n_full = _cut(x, n_cols, row_stride)
     in_parts = n_parts > 1
     launch(
-        _softmax_resident_fwd_kernel,
-        (min(n_rows, max_groups) * n_parts,),
+        _softmax_resident_fwd_kernel, (n_rows * n_parts,),
         x, out, mailboxes(n_rows, n_parts, x.device) if in_parts else None,
-        n_rows, n_parts, part_lines, n_cols, row_stride,
+        n_parts, part_lines, n_cols, row_stride,
         VECTOR=16 // x.element_size(), CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=n_full,
-        STAGES=plan.stages, MAX_PARTS=max_parts(n_parts, plan.num_warps), ALIGNED=aligned, IS_LOG=is_log,
-        num_warps=plan.num_warps, **(at_a_time if in_parts else registers_for)(programs, plan.num_warps),
+        MAX_PARTS=max_parts(n_parts, num_warps), ALIGNED=aligned, IS_LOG=is_log, num_warps=num_warps,
+        launch_pdl=in_parts,
     )  # fmt: skip
