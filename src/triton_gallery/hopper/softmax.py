@@ -11,7 +11,7 @@ import torch
 from triton.language.extra.cuda import gdc_wait
 
 from .._launch import cdiv, launch, num_multiprocessors
-from ._gluon import async_copy, async_copy_to_shared, gl, gluon
+from ._gluon import async_copy, async_copy_to_shared, gl, gluon, opaque
 from .exchange import mailboxes, max_parts, receive, receive_soon, send
 
 # Vectors of 16 bytes per thread in a chunk.
@@ -199,8 +199,10 @@ def _softmax_resident_fwd_kernel(
     log2_sum = gl.log2(row_sum)
     # Rows of x and of the output lie alike in their vectors, if not in their cache lines.
     out_row_ptr = out_ptr + (row * n_cols - begin) // VECTOR * VECTOR + first
+    # The compiler is not to see that all was loaded before: kept in registers, it would leave room for few programs.
+    again = opaque(part) - part
     for c in gl.static_range(N_CHUNKS):
-        out = _result(_widen(smem.index(c).load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
+        out = _result(_widen(smem.index(again + c).load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
         out_ptrs = out_row_ptr + c * CHUNK + cols
         if c >= N_FULL or (c == 0 and not ALIGNED):
             _store(out_ptrs, out, c * CHUNK_VECTORS + vectors, numbers, begin, end, VECTOR, ALIGNED)
