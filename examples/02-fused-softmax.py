@@ -355,12 +355,12 @@ plt.show()
 # - `_online_start` begins with the lowest finite number and not with :math:`-\infty`. A mask may fill whole blocks
 #   with :math:`-\infty`, and :math:`-\infty - (-\infty)` is not 0 but NaN, which no later number would heal. Row 7
 #   above is there to try it.
-# - `eviction_policy` is a wish to the L2 cache, which all programs share: keep this, we come back for it, and later:
-#   drop this first. Where rows are aligned, the compiler makes asynchronous copies of these loads: copies to shared
-#   memory, which nobody waits for until the numbers are needed. There Triton 3.6 and 3.7 drop the wish. What helps in
-#   any case is that few rows are under way: as long as all of them fit into the cache, the second walk costs a wait but
-#   no trip, and memory sees two again. That is why the library starts one or two programs for each multiprocessor, and
-#   lets them loop: with more rows at once, each would push the others out.
+# - `eviction_policy` is a wish to the caches, of which the L2 cache, which all programs share, matters here: keep this,
+# we come back for it, and later: drop this first. Where rows are aligned, the compiler makes asynchronous copies of
+# these loads: copies to shared memory, which nobody waits for until the numbers are needed. There Triton 3.6 and 3.7
+# drop the wish. What helps in any case is that few rows are under way: as long as all of them fit into the cache, the
+# second walk costs a wait but no trip, and memory sees two again. That is why the library starts one or two programs
+# for each multiprocessor, and lets them loop: with more rows at once, each would push the others out.
 # - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
 #   that memory need not wait for arithmetic.
 # - `row` is a 64-bit number, and so are the products with it.
@@ -383,10 +383,11 @@ plt.show()
 #
 # That kernel cuts a row into chunks of a few KiB and starts the copies of all of them into shared memory at once. When
 # they have arrived, it folds them into the running statistics, as above: `m` and `s` once more, for each thread. Then
-# it walks along the chunks a second time, in shared memory, and writes the result. As soon as a chunk is written, its
-# place is free, and the copy of the same chunk of a *later* row starts into it. So no number crosses the chip's border
-# more often than once in and once out, and while some programs of a multiprocessor wait or reckon, the copies of others
-# are under way.
+# it walks along the chunks a second time, in shared memory, and writes the result. So no number crosses the chip's
+# border more often than once in and once out. The programs are small, and a multiprocessor holds many: while some wait
+# or reckon, the copies of others are under way. (An earlier kernel had fewer, which lived on from row to row, and
+# copied a piece of a later row into each place as soon as it was free. It took more text, and in our trials it was the
+# slower one, but for rows of more than about 150,000 numbers on an H200.)
 #
 # A row whose length is no multiple of 8 (of 4 in float32) begins anywhere; we call such lengths *odd*. But 16 bytes at
 # once have to begin at a multiple of 16. This kernel reads from the start of the *cache line* in which the row begins,
@@ -397,9 +398,9 @@ plt.show()
 # 5113 numbers, and from 192 to 1024 where the matrix has 6 MiB or more. Page five explains how. The others are loaded 4
 # or 2 numbers at a time where that divides the length, and number by number where it does not.
 #
-# Rows of odd length and up to 40 KiB have a program each, and a multiprocessor has room for at least five. All longer
-# rows that come here are cut into parts of 8 KiB, or 16 KiB where there would be too many of them. All parts of a row
-# work at the same time. They meet in the middle of their work, which a section below is about.
+# Rows of up to 52 KiB have a program each, and a multiprocessor has room for at least four. All longer rows that come
+# here are cut into parts of up to 12 KiB, or 16 KiB where there would be too many of them. All parts of a row work at
+# the same time. They meet in the middle of their work, which a section below is about.
 
 # %%
 # A row in blocks
@@ -437,10 +438,10 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 #
 # `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64 and 49152 of 16 bits that can be
 # loaded four at a time, stay in registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the
-# kernel with the chunks takes its place, and that of the blocks for odd rows of 16 bits and over 8 KiB, and on an H200,
-# whose memory is faster than an H100's, for all of 16 bits and over 52 KiB, if rows lie in memory as it needs. Other
-# kernels serve rows that are not dense, as the classes of an image's pixels are not, and rows that are few and long.
-# Both have sections below.
+# kernel with the chunks takes the place of both for 16-bit rows of more than 16384 columns and float32 rows of more
+# than 12288, if all together have 4 MiB, and for odd rows of 16 bits and over 8 KiB, if rows lie in memory as it needs.
+# Other kernels serve rows that are not dense, as the classes of an image's pixels are not, and rows that are few and
+# long. Both have sections below.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -462,8 +463,9 @@ except ValueError as error:
 # float16 and bfloat16 where all rows begin at a multiple of 8 bytes: their numbers wait for the sum as they were
 # loaded, two in a register. On Hopper longer rows wait in parts on several multiprocessors, if there are two or more of
 # them and 4 MiB together. Others are read twice, the second time from the L2 cache while they fit there. (So are, on
-# Hopper, 16-bit rows of 14337 to 24576 columns, and of 32769 to 49152, if there are more of them than multiprocessors;
-# why, the measurement below tells.) Only :math:`y` has to be kept for it, not :math:`x`.
+# Hopper, 16-bit rows of 14337 to 24576 columns, and of 32769 to 49152, that all begin at a multiple of 8 bytes, if
+# there are more of them than multiprocessors; why, the measurement below tells.) Only :math:`y` has to be kept for it,
+# not :math:`x`.
 
 x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
 dy = torch.randn_like(x)
@@ -565,9 +567,10 @@ report_backward.plot()
 report_backward
 
 # %%
-# Where the length is no power of two, we are ahead of both. At the powers from 2048 to 32768 the rate of
-# `torch.compile` jumps up: at 2048 columns we are at
-# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048` of its rate, at 4096 at
+# On an H200 we are ahead of both where the length is no power of two. At the powers from 1024 to 32768 the rate of
+# `torch.compile` jumps up: at 1024 columns we are at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 1024` of its rate, at 2048 at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 2048`, at 4096 at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 4096`, at 8192 at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 8192`, at 16384 at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at 16384` and at 32768 at
@@ -582,10 +585,11 @@ report_backward
 # cold a cache is. In a row of kernels, as in a program, the hint gained next to nothing, and at some sizes it slowed
 # the kernel that reads what the one before wrote. So these kernels do without.
 #
-# Beyond 14336 columns two walks are quicker whatever the flush leaves. A row that waits takes so many registers there
-# that a multiprocessor has room for few threads. A thread that keeps nothing but its sum needs so few that there can be
-# 2048 of them, as many as a multiprocessor takes, and the more of them wait for memory, the more of it is on its way.
-# So here ours walks twice as well (`_softmax_bwd_twice_kernel`). No record holds these trials.
+# From 14337 to 24576 columns two walks are quicker whatever the flush leaves. A row that waits takes so many registers
+# there that a multiprocessor has room for few threads. A thread that keeps nothing but its sum needs so few that there
+# can be 2048 of them, as many as a multiprocessor takes, and the more of them wait for memory, the more of it is on its
+# way. So here ours walks twice as well (`_softmax_bwd_twice_kernel`), and again from 32769 to 49152. In between, 32768
+# columns included, one walk was the quicker one. No record holds these trials.
 #
 # Longer rows lie in parts on several multiprocessors, as they do forward. At 65536 we reach
 # :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 65536` of a copy's rate. There `torch.compile`
@@ -719,7 +723,7 @@ ladder
 # At 5120 columns blocks without idle lanes are worth little, :measured:`softmax-ladder-fp16: safe, in blocks / safe,
 # row in registers at 5120`: there are registers for the idle ones, too. At 12288 they are worth
 # :measured:`softmax-ladder-fp16: safe, in blocks / safe, row in registers at 12288`. At 32768 they have too few
-# threads: with 128 of them this rung spills. On an H200 the library has these rows in parts, and is
+# threads: with 128 of them this rung spills. The library has these rows in parts, and is
 # :measured:`softmax-ladder-fp16: triton_gallery / safe, in blocks at 32768` as fast.
 #
 # Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
@@ -943,21 +947,24 @@ report_short
 # row tell each other what they have found. On Hopper the library does that, with the kernel of the chunks. Each
 # program takes the maximum and the sum of its part, writes the two into memory as a single number of 64 bits, and reads
 # there those of all other parts, again and again until the last one has come. (Before, a small kernel has filled the
-# mailboxes with NaNs that no arithmetic makes, so a message is told from none.) Then every program knows the row's
-# statistics and writes its part, which never left the multiprocessor (`hopper/exchange.py`). An answer takes its time,
-# so a program holds its part of two or three rows: it sends what it has found of a row *before* it writes the row ahead
-# of that one, and asks for the answers after it, so that they have the time of a whole row to come.
+# mailboxes with NaNs that no arithmetic makes, so a message is told from none. The large kernel does not wait for the
+# small one to end: its copies are under way by then.) Then every program knows the row's statistics and writes its
+# part, which never left the multiprocessor (`hopper/exchange.py`). An answer takes its time, in which other programs of
+# the multiprocessor work.
 #
 # This is easy to say, and a danger. A program that waits does not make room for another. Were some parts of a row still
-# queueing for a place while the others, which have all the places, wait for them, they would do so for ever. Triton's
-# programs promise nothing here. The launch must: a *cooperative* one starts all programs of a grid together, or fails.
-# So there are only as many programs as have room at a time, and each takes its part of one row, then the same part of
-# another.
+# queueing for a place while the others, which have all the places, wait for them, they would do so for ever. There are
+# two ways out. A *cooperative* launch starts all programs of a grid together, or fails; then there can be only as many
+# programs as have room at a time, and each takes its part of one row, then the same part of another. The gradient does
+# that (`hopper/softmax_backward.py`), and has the next rows' copies under way meanwhile. The forward kernel has a
+# program for each part, many more than have room. GPUs start programs in the order of their numbers, and of the parts
+# of one row there is always room for all: so far nobody would wait in vain. But this order is nobody's promise. So who
+# has waited for some thousand looks into the mailboxes stops waiting, and takes the statistics of all parts itself.
+# That is slow, and no program of ours has ever had to; a test that starts only some of the programs sees that it works.
 #
-# The library takes this second way for two rows or more that registers cannot hold (on an H200, for those of 16 bits
-# and over 52 KiB), if all of them together have 4 MiB or more, and if the GPU has room for a whole row. With four parts
-# of 16 KiB on each of 132 multiprocessors, that ends a little beyond 8 MiB. The gradient does the same
-# (`hopper/softmax_backward.py`), for rows of up to a little more than 4 MiB. The first way is for what is left where
+# The library takes this second way for two rows or more of over 52 KiB, if all of them together have 4 MiB or more, and
+# if a row has no more than four parts for each multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a
+# little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. The first way is for what is left where
 # rows are few and have 128 KiB or more (beyond 32 rows, more than that): a single one, less together, longer ones,
 # float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next
 # row is no such multiple, and other GPUs; and for rows across memory of more than 2048 columns, or 1024 in float64 and
@@ -1004,15 +1011,14 @@ report_long.plot()
 report_long
 
 # %%
-# The first four shapes go the second way, with 32 to 128 parts in a row. The first reaches
+# The first four shapes go the second way, with 22 to 128 parts in a row. The first reaches
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 512×131072` of the rate of a copy of as many
-# bytes, the third :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 64×1048576`. What keeps them
-# from all of it is the launch that empties the mailboxes, and the beginning, when nothing can be written yet. A last
-# round in which places are empty costs little: in the first shape 49 rows are under way at a time, and 512 take ten
-# rounds and a half, while the second and the third have full rounds alone. The fourth shape is over after two rounds,
-# and reaches :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 32×262144`.
+# bytes, the third :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 64×1048576`, and the fourth,
+# whose 16 MiB are over soonest, :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 32×262144`.
+# What keeps them from all of it is the launch that empties the mailboxes, the beginning, when nothing can be written
+# yet, and the end, when nothing is left to read; and where a row has many parts, the wait for the last of them.
 #
-# The last shape, one row of 32 MiB, has more parts than there are places, and goes the first way: two launches, and two
+# The last shape, a single row of 32 MiB, goes the first way: two launches, and two
 # readings of which the L2 cache may answer the second. It reaches
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 1×16777216` of such a copy's rate. torch gives
 # a row to what Triton would call one program and is left with :measured:`softmax-long-fp16: torch at 1×16777216`.
@@ -1034,8 +1040,8 @@ tg.codegen.inspect(tg.softmax, x)
 # one number from each warp. And on NVIDIA's GPUs the widest load is 128 bits, eight numbers at once, since 8192 is a
 # multiple of 8; on AMD's, 256 threads share a block of 1024, four numbers each. (With 781 columns a row may begin at
 # any even address, and where there are many, such rows take a kernel whose stores are narrow at both ends.) Long rows
-# take another kernel: on Hopper the one with the chunks, here on 8 KiB of each of two rows, after the small one that
-# empties the mailboxes; elsewhere the online one, whose shared memory, on NVIDIA's GPUs, is a waiting room for the
+# take another kernel: on Hopper the one with the chunks, here on 12 KiB of a row, after the small one that empties the
+# mailboxes; elsewhere the online one, whose shared memory, on NVIDIA's GPUs, is a waiting room for the
 # blocks that are on their way.
 
 long_x = torch.empty(4096, 131072, dtype=torch.float16, device="meta")
@@ -1087,13 +1093,13 @@ for each in (report, report_backward, report_log, report_across, report_short, r
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 8192`
 # of the rate of a copy of as many bytes and :measured:`softmax-fp16: triton_gallery / peers at 8192` that of the best
 # other provider, and at 65536 :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 65536` and
-# :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 16 parts. With 131072 columns, in 32
+# :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 11 parts. With 131072 columns, in 22
 # parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other provider. The gradient is the exception:
 # at some powers of two `torch.compile` is ahead, and at worst ours runs at :measured:`softmax-bwd-fp16: triton_gallery
 # / torch.compile at worst` its rate.
 #
-# Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose some: with 16401 columns we
+# Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose little: with 16401 columns we
 # reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16401` of a copy of as many bytes, with 16384
 # :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. At 3905 columns, moved in whole vectors by
 # `tl`, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905`. The lowest share is

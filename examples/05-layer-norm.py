@@ -120,8 +120,8 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
 # This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below,
-# and so do many rows of 16-bit numbers whose length is no multiple of 4. We call lengths *odd* that are no multiple of
-# 8 (of 4 in float32), as on page two.
+# and so do many rows of 257 or more 16-bit numbers whose length is no multiple of 4. We call lengths *odd* that are no
+# multiple of 8 (of 4 in float32), as on page two.
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
@@ -129,9 +129,9 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # Line by line:
 #
 # - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the least power of two that
-#   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. The package makes tiles of 1024
-#   numbers of 16 bits or more: a row of 1024 (four, where there are many), or 16 of 64, because with one short row to a
-#   program most threads would have nothing to do.
+#   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. In float16 the package makes tiles
+#   of 1024 numbers, a row of 1024 or 16 of 64, because with one short row to a program most threads would have nothing
+#   to do; where there are many rows of more than 128, tiles have two or four times as many.
 # - `COMPUTE_DTYPE` is the dtype of the statistics: float32, and float64 for float64 input. What is loaded is widened
 #   at once, and narrowed again only by the last store.
 # - `weight` and `bias` are needed last and asked for first. Why, a section below says.
@@ -249,14 +249,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #   second one wherever there is room, and those wait in `gdc_wait` until the first kernel has ended. What it saves
 #   is the start of the second kernel. Our launcher below leaves it off.
 #
-# Rows of more than 1024 numbers, up to 10240 of 16 bits or 5120 of 32, take a kernel that sums the same way, but cuts a
-# row into equal blocks, as the forward pass will do below (`_layer_norm_bwd_blocks_kernel`). Only rows of up to 4096
-# 16-bit numbers whose length is a multiple of 4, and not of 8, stay with this one, which reads them four at a time. The
-# next power of two may be nearly twice the row; of the last block at most a part is empty. A program has one row at a
-# time there, and as few warps as have the registers for it: the fewer, the fewer wait for each other at each sum.
-# Shorter rows take this kernel, too, if they begin between multiples of 16 bytes and have 32 numbers or more; then up
-# to four share a warp. And a few short rows, up to four tiles of them, have one program, which gets `dw` and `db`
-# themselves for its partial rows: the second launch would take longer than all the rest.
+# Rows of more than 1024 numbers, up to 10240 of 16 bits or 5120 of 32, take another kernel, which sums the same way,
+# but cuts a row into equal blocks, as the forward pass will do below (`_layer_norm_bwd_blocks_kernel`). The next power
+# of two may be nearly twice the row; of the last block at most a part is empty. A program of that kernel has one row at
+# a time, and as few warps as have the registers for it: the fewer, the fewer wait for each other at each sum. Shorter
+# rows take the kernel with the blocks, too, if they begin between multiples of 16 bytes and have 32 numbers or more;
+# then up to four share a warp. The one above keeps, of rows of more than 1024 numbers, those of up to 4096 of 16 bits
+# whose length is a multiple of 4 and not of 8, those of 5121 to 8192 of float32 that it can read four at a time, and
+# float64. And a few short rows, up to four tiles of them, have one program, which gets `dw` and `db` themselves for its
+# partial rows: the second launch would take longer than all the rest.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -1085,12 +1086,13 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 #
 # At most lengths the strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each. At
 # 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate. From 8192
-# on it catches up at three lengths: we run at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at
-# 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288 and at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` at 14336, where blocks of 2048 fill a row. In
-# between we are ahead, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` its rate at
-# 9216 and at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` at 13824. What makes that we have
-# not found out.
+# on it comes close at multiples of 2048: we run at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at
+# 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 10240` at 10240, at
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288 and at
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` at 14336. In between we are ahead by more, at
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` its rate at 9216 and at
+# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` at 13824. What makes that we have not found
+# out.
 #
 # A large mean breaks the short formula
 # -------------------------------------

@@ -1,5 +1,6 @@
 """What torch does with functions besides calling them, done to ours and to torch's own: the results must agree."""
 
+import functools
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ import triton_gallery as tg
 # Interpreter and GPU divide and take exponentials with other roundings than torch.
 TOLERANCE = dict(rtol=1e-4, atol=1e-5)
 SEED = 5
+WEIGHT = torch.linspace(-1, 1, 40).view(8, 5)
 
 
 def dropped(x, p=0.5):
@@ -481,6 +483,63 @@ def test_a_saved_tensor_that_changed_is_an_error(pair, device):
             result.sum().backward()
     else:
         result.sum().backward()
+
+
+def _lse(x):
+    return tg.attention(x, x, x, return_lse=True)[1]
+
+
+CHANGED = {
+    "softmax": (tg.softmax, [(3, 8), (2, 3, 8)]),
+    "layer_norm": (lambda x: tg.layer_norm(x, (8,)), [(3, 8), (2, 3, 8)]),
+    **{
+        f"matmul, {name}, {way}": (
+            functools.partial(multiply, activation=name),
+            [(8,), (3, 8), (2, 3, 8), (2, 1, 3, 8)],
+        )
+        for name in (None, "relu", "leaky_relu", "gelu")
+        for way, multiply in {
+            "by a matrix": lambda x, activation: tg.matmul(x, WEIGHT.to(x.device), activation=activation),
+            "by a vector": lambda x, activation: tg.matmul(x, WEIGHT[:, 0].to(x.device), activation=activation),
+            "by matrices": lambda x, activation: tg.matmul(
+                x, WEIGHT.expand(2, 8, 5).to(x.device), activation=activation
+            ),
+        }.items()
+    },
+    "attention": (lambda x: tg.attention(x, x, x), [(5, 8), (2, 5, 8), (1, 2, 5, 8), (1, 2, 1, 5, 8)]),
+    "attention's lse": (_lse, [(5, 8), (2, 5, 8), (1, 2, 5, 8), (1, 2, 1, 5, 8)]),
+}
+
+
+@pytest.mark.parametrize("way", ["autograd", "grad", "vmap of grad", "grad of vmap", "autograd around vmap"])
+@pytest.mark.parametrize(("function", "shapes"), CHANGED.values(), ids=CHANGED)
+def test_a_result_that_changed_is_an_error_or_makes_no_difference(function, shapes, way, device):
+    def loss(x, in_place, function=function):
+        out = function(x)
+        out = out.add_(1) if in_place else out + 1
+        return out.square().sum()
+
+    def gradient(x, in_place):
+        if way == "vmap of grad":
+            return vmap(lambda x: grad(loss)(x, in_place))(torch.stack([x, 2 * x]))
+        if way == "grad of vmap":
+            return grad(lambda x: vmap(lambda x: loss(x, in_place))(torch.stack([x, 2 * x])).sum())(x)
+        if way == "grad":
+            return grad(loss)(x, in_place)
+        x = x.requires_grad_()
+        if way == "autograd":
+            return torch.autograd.grad(loss(x, in_place), x)[0]
+        return torch.autograd.grad(loss(torch.stack([x, 2 * x]), in_place, vmap(function)), x)[0]
+
+    for shape in shapes:
+        x = torch.randn(shape, device=device)
+        expected = gradient(x.clone(), False)
+        try:
+            changed = gradient(x.clone(), True)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:
+            torch.testing.assert_close(changed, expected, **TOLERANCE)
 
 
 @PAIR

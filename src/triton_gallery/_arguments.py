@@ -131,14 +131,17 @@ def refuse_batch_of_gradients(op: str, *gradients: torch.Tensor | None) -> None:
         )
 
 
-def in_shape(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A result in another shape; no view of it, as torch's are none.
+def in_shape(x: torch.Tensor, shape: Sequence[int], *, is_saved: bool = False) -> torch.Tensor:
+    """A result in another shape; no view of it, as torch's are none, unless it `is_saved` for the backward pass.
 
     A view of what was made without gradients cannot be changed in place with them, and none can be detached in place.
+    But only of a view does autograd see that a change in place is one of the saved tensor as well.
     """
     # torch.jit.trace would take the shape for a constant, and what torch.compile returns is no view anyway.
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return x.reshape(shape)
+    if is_saved and torch.is_grad_enabled() and (x.requires_grad or is_transformed()):
+        return x.view(shape)
     return torch.ops.aten._unsafe_view(x, shape)
 
 

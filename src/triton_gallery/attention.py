@@ -1221,8 +1221,8 @@ def attention(
     else:
         out, lse = _attention_fwd(q, k, v, scale, lower, upper)
     if len(shape) != 4:
-        out = in_shape(out, shape)
-        lse = in_shape(lse, shape[:-1]) if return_lse else lse
+        out = in_shape(out, shape, is_saved=True)
+        lse = in_shape(lse, shape[:-1], is_saved=True) if return_lse else lse
     return (out, lse) if return_lse else out
 
 

@@ -676,6 +676,7 @@ def matmul(
         raise ValueError(f"matmul: activation must be None, {names}, got {activation!r}")
     if precision is not None and (not isinstance(precision, str) or precision not in ("highest", "high", "medium")):
         raise ValueError(f'matmul: precision must be None, "highest", "high" or "medium", got {precision!r}')
+    is_saved = activation is not None and activation not in _SAVES_PRE
     # A vector is a matrix of one row or one column, as long as the product is computed.
     rows = a if a.dim() > 1 else a.unsqueeze(0)
     columns = b if b.dim() > 1 else b.unsqueeze(1)
@@ -689,13 +690,14 @@ def matmul(
     ):
         # The same b for the whole batch: the batch is more rows of one matrix.
         flat = _differentiable(rows.flatten(0, -2), columns.reshape(columns.shape[-2:]), bias, activation, precision)
-        out = in_shape(flat, (*rows.shape[:-1], flat.shape[-1]))
+        out = in_shape(flat, (*rows.shape[:-1], flat.shape[-1]), is_saved=is_saved)
     else:
         out = _differentiable(rows, columns, bias, activation, precision)
     if a.dim() > 1 and b.dim() > 1:
         return out
     *batch, M, N = out.shape
-    return in_shape(out, (*batch, *([M] if a.dim() > 1 else []), *([N] if b.dim() > 1 else [])))
+    shape = (*batch, *([M] if a.dim() > 1 else []), *([N] if b.dim() > 1 else []))
+    return in_shape(out, shape, is_saved=is_saved)
 
 
 def _is_one_matrix(a: torch.Tensor) -> bool:

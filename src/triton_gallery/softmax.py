@@ -1184,9 +1184,9 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
         in torch. Up to 32768 columns (16384 for float64, 49152 of a 16-bit dtype whose rows are 8-byte aligned) a row
         is read once and stays on the chip; longer ones are read twice, the second time from the L2 cache while it fits
-        there. (Backward these are 16384, 8192 and 32768 columns. On Hopper 16-bit rows of 14337 to 24576 and of 32769
-        to 49152 columns, if there are more of them than multiprocessors, are read twice, too, the second time mostly
-        from the L1 cache.) On Hopper longer 16-bit or float32 rows are read once, too, if there are two or more, with
+        there. (Backward these are 16384, 8192 and 32768 columns. On Hopper 8-byte aligned 16-bit rows of 14337 to 24576
+        and of 32769 to 49152 columns, if there are more of them than multiprocessors, are read twice, too, the second
+        time mostly from the L1 cache.) On Hopper longer 16-bit or float32 rows are read once, too, if there are two or more, with
         up to 8 MiB each (on an H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a
         row's end to the next row: they lie in parts on several multiprocessors, which exchange their maxima and sums.
         (Backward these are 4 MiB each, down to an eighth of that where a row's length is no multiple of 16 bytes, if
