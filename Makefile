@@ -72,9 +72,10 @@ evidence: $(INSTALLED) check-gpu  ## Test on a GPU, with compute-sanitizer too, 
 	rm -rf build/evidence && mkdir -p build/evidence
 	-$(PY) -m pytest -n auto --dist loadgroup -m "not slow" --ignore tests/site --junitxml=build/evidence/tests.xml
 	-$(PY) -m pytest -n auto --dist loadgroup -m slow --ignore tests/site --junitxml=build/evidence/fuzz.xml
+	$(PY) tests/every_kernel.py >/dev/null  # compiles, which under a tool takes much longer
 	-for tool in memcheck racecheck initcheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --target-processes application-only \
-	    --show-backtrace no --print-limit 0 $(PY) tests/every_kernel.py >build/evidence/$$tool.log 2>&1; done
+	    --show-backtrace no --print-limit 0 $(PY) tests/every_kernel.py >build/evidence/$$tool.log 2>&1 & done; wait
 	$(PY) tests/evidence.py build/evidence tests/records
 
 lint: $(INSTALLED)  ## Check style, and the generated pages for names that nothing defines

@@ -84,10 +84,7 @@ def write(path: Path, rows: list[list]) -> None:
 if __name__ == "__main__":
     found, records = map(Path, sys.argv[1:])
     environment = benchmark.environment()
-    tables = {
-        "tests": tests(sorted(found.glob("*.xml"))),
-        "sanitizer": sanitizer(found),
-        "environment": [[key, value] for key, value in environment.items()],
-    }
-    for name, rows in tables.items():
-        write(records / benchmark.slug(environment["gpu"]) / f"{name}.csv", rows)
+    folder = records / benchmark.slug(environment["gpu"])
+    for name, rows in {"tests": tests(sorted(found.glob("*.xml"))), "sanitizer": sanitizer(found)}.items():
+        write(folder / f"{name}.csv", rows)
+        write(folder / f"{name}-environment.csv", [[key, value] for key, value in environment.items()])

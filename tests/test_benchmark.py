@@ -383,6 +383,8 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({"x_vals": (n for n in [256])}, {}, TypeError, "x_vals must be a list, got generator"),
         ({"x_vals": 256}, {}, TypeError, "x_vals must be a list, got int"),
         ({"line_names": None}, {}, TypeError, "line_names and line_vals must be lists"),
+        ({"line_names": ["triton_gallery", 3]}, {}, TypeError, "line_arg and what line_names holds must be str, got 3"),
+        ({"line_arg": 3}, {}, TypeError, "line_arg and what line_names holds must be str, got 3"),
     ],
 )
 def test_perf_report_refuses(changes, options, error, message):
@@ -936,6 +938,15 @@ def test_quoted_numbers_have_three_digits():
 
 
 # --- the environment --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interpret", "what"), [(True, "kernels run in the interpreter"), (False, "no kernel can run")]
+)
+def test_environment_without_a_gpu_says_whether_kernels_run(interpret, what, monkeypatch):
+    monkeypatch.setattr(benchmark, "_device", lambda: None)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
+    assert benchmark.environment()["gpu"] == f"none: {what}"
 
 
 def test_environment_names_versions_and_commit(monkeypatch):

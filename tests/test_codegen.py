@@ -529,6 +529,8 @@ def test_listing_takes_the_name_of_one_stage():
     assert codegen.listing(*ADD, stages="ttir").stages.keys() == {"ttir"}
     with pytest.raises(ValueError, match=r"listing: stages must be among ttir, ttgir, ptx.*, got 3"):
         codegen.listing(*ADD, stages=3)
+    with pytest.raises(ValueError, match="listing: stages must name one stage or more, or be None for all, got none"):
+        codegen.listing(*ADD, stages=[])
 
 
 def test_listing_refuses_what_inspect_does_by_its_own_name():

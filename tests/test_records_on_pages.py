@@ -366,7 +366,7 @@ def whole_history():
 
 def test_the_commit_of_every_record_is_in_the_history(whole_history):
     named = {json.loads(path.read_text(encoding="utf-8"))["commit"] for path in measured.RECORDS.glob("*/*.json")}
-    for path in gallery.ROOT.glob("tests/records/*/environment.csv"):
+    for path in gallery.ROOT.glob("tests/records/*/*-environment.csv"):
         named |= set(re.findall(r"^commit,(.+)", path.read_text(encoding="utf-8"), re.MULTILINE))
     assert named and not [name for name in named if in_git("merge-base", "--is-ancestor", name, "HEAD").returncode]
 

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import triton_gallery as tg
 from triton_gallery import _launch
 from triton_gallery._launch import launch_interpreted
-from triton_gallery.trace import _DTYPES, Trace
+from triton_gallery.trace import _DTYPES, _NO_BOOLS, Trace
 
 
 @triton.jit
@@ -224,7 +224,7 @@ def test_a_program_is_its_ids_or_its_number(device):
     [
         (("a",), TypeError, r"trace: grid must hold ints, got \('a',\)"),
         ((4.0,), TypeError, r"trace: grid must hold ints, got \(4.0,\)"),
-        (lambda args: 4, TypeError, "trace: grid must hold ints, got 4"),
+        (lambda args: 4, TypeError, "trace: grid must return a tuple, got int"),
         ((), ValueError, r"trace: grid must hold one to three numbers of programs, none negative, got \(\)"),
         ((1, 1, 1, 1), ValueError, "trace: grid must hold one to three"),
         ((-1,), ValueError, "trace: grid must hold one to three"),
@@ -538,3 +538,49 @@ def test_trace_works_in_a_process_that_compiles(tmp_path, script):
     environment = os.environ | settings | {"PYTHONPATH": path, "TRITON_DEFAULT_FP_FUSION": "1"}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@triton.jit
+def _kernel_with_options(out_ptr, value, num_warps: tl.constexpr = 7, num_stages: tl.constexpr = 5):
+    tl.store(out_ptr, value + 10 * num_warps + 100 * num_stages)
+
+
+def test_a_kernel_may_have_arguments_named_like_options(device):
+    for given, expected in ({}, 571), ({"num_warps": 4}, 541), ({"num_stages": 1, "num_ctas": 1}, 171):
+        out = torch.zeros(1, device=device)
+        tg.trace(_kernel_with_options, (1,), out, 1, **given)
+        assert out.item() == expected
+
+
+def test_a_number_of_numpy_is_a_number(device):
+    for value in np.int64(3), np.float32(3):
+        out = torch.zeros(1, device=device)
+        tg.trace(_kernel_with_options, (1,), out, value)
+        assert out.item() == 573
+
+
+@pytest.mark.parametrize("value", [np.ones(3), [1.0], "a", {}, (1, [2])], ids=str)
+def test_trace_refuses_what_no_kernel_takes(value, device):
+    name = r"value\[1\]" if isinstance(value, tuple) else "value"
+    with pytest.raises(TypeError, match=f"trace: {name} must be a tensor, a number, None or a tuple of these, got"):
+        tg.trace(_kernel_with_options, (1,), torch.zeros(1, device=device), value)
+
+
+def test_a_bool_is_a_number_or_refused(device):
+    out = torch.zeros(1, device=device)
+    if _NO_BOOLS:
+        with pytest.raises(TypeError, match=r"trace: value must not be a bool, which the interpreter of Triton 3\."):
+            tg.trace(_kernel_with_options, (1,), out, True)
+    else:
+        tg.trace(_kernel_with_options, (1,), out, True)
+        assert out.item() == 571
+
+
+@triton.jit
+def _kernel_with_a_list(out_ptr, *values):
+    tl.store(out_ptr, 1)
+
+
+def test_trace_refuses_a_kernel_that_does_not_name_its_arguments(device):
+    with pytest.raises(TypeError, match=r"trace: a kernel must name its arguments, this one has \*values"):
+        tg.trace(_kernel_with_a_list, (1,), torch.zeros(1, device=device), 1, 2)

@@ -1128,6 +1128,7 @@ def attention(
         k: (..., heads, seq_k, head_dim), dtype and device of q; head_dim from 1 to 256.
         v: (..., heads, seq_k, head_dim_v), as k; head_dim_v may differ from head_dim.
         attn_mask: None alone, for callers of torch's function; `is_causal` and `window` are the masks that there are.
+            Of a padded batch, call the function for each sequence: on ``k[i, :, :n]`` and ``v[i, :, :n]`` of n keys.
         dropout_p: 0 alone, likewise.
         is_causal: whether a query is kept from the keys after its position.
         scale: factor of the scores; 1 / sqrt(head_dim) when None.

@@ -263,7 +263,7 @@ def environment() -> Environment:
     device = _device()
     hip, xpu = torch.version.hip and f"HIP {torch.version.hip}", torch.version.xpu and f"XPU {torch.version.xpu}"
     return Environment(
-        gpu=_gpu_name() if device else "none: kernels run in the interpreter",
+        gpu=_gpu_name() if device else f"none: {_without_gpu()}",
         driver=_driver(device) if device else "none",
         cuda=torch.version.cuda or hip or xpu or "none",
         torch=torch.__version__,
@@ -273,6 +273,10 @@ def environment() -> Environment:
         commit=os.environ.get("GALLERY_COMMIT") or _commit(),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
+
+
+def _without_gpu() -> str:
+    return "kernels run in the interpreter" if triton.knobs.runtime.interpret else "no kernel can run"
 
 
 def _gpu_name() -> str:
@@ -483,6 +487,9 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
         raise ValueError(f"perf_report: plot_name must name a file, without folders, got {benchmark.plot_name!r}")
     if not all(isinstance(names, list | tuple) for names in (benchmark.line_names, benchmark.line_vals)):
         raise TypeError("perf_report: line_names and line_vals must be lists")
+    for name in (benchmark.line_arg, *benchmark.line_names):
+        if not isinstance(name, str):
+            raise TypeError(f"perf_report: line_arg and what line_names holds must be str, got {name!r}")
     ours = is_study(benchmark.plot_name) or OURS in benchmark.line_names
     n_names = len(set(map(str, benchmark.line_names)))
     if not ours or not n_names == len(benchmark.line_names) == len(benchmark.line_vals):

@@ -304,6 +304,8 @@ def listing(
         True
     """
     stages = None if stages is None else _names(stages)
+    if stages is not None and not stages:
+        raise ValueError("listing: stages must name one stage or more, or be None for all, got none")
     ((outcome,),) = _compile(_pack([(function, args, kwargs, backward)], (target,), op="listing"), line_info=True)
     if isinstance(outcome, str):
         raise RuntimeError(f"listing: {_name(function)} failed for {target}: {outcome}")

@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._arguments import FLOATS
+from ._arguments import FLOATS, number
 from ._launch import interpreter_lock, launch_interpreted
 
 _ADDRESS_BITS = 48  # what a process can address; the bits above are free
@@ -44,6 +44,9 @@ _OPTIONS = {
     if is_dataclass(kind)
     for option in fields(kind)
 }
+
+# Whether Triton's interpreter fails where a kernel's argument is a bool.
+_NO_BOOLS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 
 # --- what a reader gets -----------------------------------------------------------------------------------------------
@@ -224,9 +227,9 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         A `Trace`.
 
     Raises:
-        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, a tensor has a dtype
-            that Triton's interpreter does not know, `grid` is neither a tuple nor a function or holds something else
-            than ints, or `watch` holds something else than names.
+        TypeError: `kernel` is not a function under ``@triton.jit``, the arguments do not fit it, one of them is nothing
+            that a kernel can take, a tensor has a dtype that Triton's interpreter does not know, `grid` is neither a
+            tuple nor a function of one or holds something else than ints, or `watch` holds something else than names.
         ValueError: the kernel sets no variable of a name in `watch`, `grid` has more than three axes, none, or a
             negative number of programs, or a tensor is sparse or holds no data.
 
@@ -258,11 +261,17 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
     if unknown:
         raise TypeError(f"trace: {kernel.fn.__name__} has no argument {unknown[0]}")
     try:
-        bound = signature.bind(*args, **{name: value for name, value in meta.items() if name not in _OPTIONS})
+        # A kernel may have an argument of the name of an option, which then is its own.
+        options = _OPTIONS - signature.parameters.keys()
+        bound = signature.bind(*args, **{name: value for name, value in meta.items() if name not in options})
     except TypeError as error:
         raise TypeError(f"trace: the arguments must fit {kernel.fn.__name__}: {error}") from None
     bound.apply_defaults()
-    grid = grid(dict(bound.arguments)) if callable(grid) else grid
+    bound.arguments.update(_checked(signature, bound.arguments))
+    if callable(grid):
+        grid = grid(dict(bound.arguments))
+        if not isinstance(grid, tuple | list):
+            raise TypeError(f"trace: grid must return a tuple, got {type(grid).__name__}")
     try:
         grid = tuple(map(operator.index, grid))
     except TypeError:
@@ -432,6 +441,36 @@ def _replaced(place, **values) -> Iterator[None]:
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _checked(signature: inspect.Signature, arguments: dict) -> dict:
+    """The arguments that the interpreter can take; NumPy's numbers as Python's."""
+    checked = {}
+    for name, value in arguments.items():
+        parameter = signature.parameters[name]
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"trace: a kernel must name its arguments, this one has *{name}")
+        if "constexpr" not in str(parameter.annotation):
+            value = number(value)
+            _check_value(name, value)
+        checked[name] = value
+    return checked
+
+
+def _check_value(name: str, value: object) -> None:
+    if isinstance(value, tuple):
+        for i, part in enumerate(value):
+            _check_value(f"{name}[{i}]", part)
+    elif isinstance(value, bool) and _NO_BOOLS:
+        version = triton.__version__
+        raise TypeError(
+            f"trace: {name} must not be a bool, which the interpreter of Triton {version} cannot read; pass an int"
+        )
+    elif isinstance(value, np.ndarray | list | dict | set | str | bytes | complex):
+        raise TypeError(
+            f"trace: {name} must be a tensor, a number, None or a tuple of these, got {type(value).__name__}; only a "
+            "tl.constexpr can be something else"
+        )
 
 
 def _tensors(arguments: dict) -> Iterator[tuple[str, torch.Tensor]]:
