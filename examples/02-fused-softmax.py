@@ -356,11 +356,11 @@ plt.show()
 #   with :math:`-\infty`, and :math:`-\infty - (-\infty)` is not 0 but NaN, which no later number would heal. Row 7
 #   above is there to try it.
 # - `eviction_policy` is a wish to the caches, of which the L2 cache, which all programs share, matters here: keep this,
-# we come back for it, and later: drop this first. Where rows are aligned, the compiler makes asynchronous copies of
-# these loads: copies to shared memory, which nobody waits for until the numbers are needed. There Triton 3.6 and 3.7
-# drop the wish. What helps in any case is that few rows are under way: as long as all of them fit into the cache, the
-# second walk costs a wait but no trip, and memory sees two again. That is why the library starts one or two programs
-# for each multiprocessor, and lets them loop: with more rows at once, each would push the others out.
+#   we come back for it, and later: drop this first. Where rows are aligned, the compiler makes asynchronous copies of
+#   these loads: copies to shared memory, which nobody waits for until the numbers are needed. There Triton 3.6 and 3.7
+#   drop the wish. What helps in any case is that few rows are under way: as long as all of them fit into the cache, the
+#   second walk costs a wait but no trip, and memory sees two again. That is why the library starts one or two programs
+#   for each multiprocessor, and lets them loop: with more rows at once, each would push the others out.
 # - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
 #   that memory need not wait for arithmetic.
 # - `row` is a 64-bit number, and so are the products with it.
@@ -958,9 +958,9 @@ report_short
 # programs as have room at a time, and each takes its part of one row, then the same part of another. The gradient does
 # that (`hopper/softmax_backward.py`), and has the next rows' copies under way meanwhile. The forward kernel has a
 # program for each part, many more than have room. GPUs start programs in the order of their numbers, and of the parts
-# of one row there is always room for all: so far nobody would wait in vain. But this order is nobody's promise. So who
-# has waited for some thousand looks into the mailboxes stops waiting, and takes the statistics of all parts itself.
-# That is slow, and no program of ours has ever had to; a test that starts only some of the programs sees that it works.
+# of one row there is room for all, so nobody should wait in vain. But this order is nobody's promise. So who
+# has looked into the mailboxes some thousand times in vain takes the statistics of all parts itself. That is slow, and
+# should never happen; a test that starts only some of the programs sees that it works.
 #
 # The library takes this second way for two rows or more of over 52 KiB, if all of them together have 4 MiB or more, and
 # if a row has no more than four parts for each multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a
