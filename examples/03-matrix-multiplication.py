@@ -928,12 +928,12 @@ for n in (4352, 5120, 5632, 8192):
 # %%
 # At 8192³ the last round has 68 tiles, more than half of 132, and nobody shares.
 #
-# Here a program waits for others of its launch, which have to run while it does. Nothing promises an order in
-# which programs start, but it does not matter here: those that others wait for wait for nobody, and those that wait are
-# too few to keep them out, at most half as many as there are multiprocessors. (On page two all programs of a row wait
-# for each other, which takes a *cooperative* launch.) The sums have a price, some microseconds to write and to read
-# them. So the library divides :math:`K` where it is long, and rows where it is short: with :math:`K = 1024`, the price
-# is more than what a round loses by not sharing.
+# Here a program waits for others of its launch, which have to run while it does. Nothing promises an order in which
+# programs start, but it does not matter here: those that others wait for wait for nobody, and those that wait are too
+# few to keep them out, at most half as many as there are multiprocessors. (On page two all programs of a row wait for
+# each other, which takes a *cooperative* launch or another way out.) The sums have a price, some microseconds to write
+# and to read them. So the library divides :math:`K` where it is long, and rows where it is short: with :math:`K =
+# 1024`, the price is more than what a round loses by not sharing.
 #
 # *Stream-K*, which the references name, goes further: programs get equal parts of all the work, which begin and end
 # within tiles. A program may then work on parts of two tiles, of which each has its price.

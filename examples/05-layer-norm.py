@@ -765,13 +765,14 @@ few_report
 #
 # On Hopper the library does not let go. A row of more than 24576 numbers (on an H100 of 40960, if they have 16 bits)
 # lies in parts on several multiprocessors, up to 6 MiB of it on an H200. The programs of the parts tell each other what
-# they have found: page two explains how they can, why that needs a *cooperative* launch, and that they send what they
-# have found of a row before they write the row ahead of it. There they exchange a maximum and a sum, here a mean and a
-# sum of squared distances, and Chan's formula from above, which joined the lanes of a program, joins programs. A part
-# has up to 4 KiB, and its program a single warp, of which a multiprocessor holds twelve. That leaves each of them a
-# twelfth of the registers, and there it keeps weight and bias: all of its rows share them. To load both again for each
-# row would take twice as many bytes as `x` has from the L2 cache, and would keep the longest rows far below a copy's
-# rate.
+# they have found: page two explains how they can, and what a danger that is. Here the launch is a *cooperative* one,
+# and a program has its part of one row after another. It holds that of three at a time, and sends what it has found of
+# a row *before* it writes the row ahead of that one, so that the answers have the time of a whole row to come. On page
+# two they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula from above,
+# which joined the lanes of a program, joins programs. A part has up to 4 KiB, and its program a single warp, of which a
+# multiprocessor holds twelve. That leaves each of them a twelfth of the registers, and there it keeps weight and bias:
+# all of its rows share them. To load both again for each row would take twice as many bytes as `x` has from the L2
+# cache, and would keep the longest rows far below a copy's rate.
 #
 # The order of the first loads counts, too. A program asks for its part of the first row, then for the weight, the
 # second row, the bias and the third row. If it asked for the three rows first, weight and bias would come last. Nothing
