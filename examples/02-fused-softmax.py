@@ -387,7 +387,7 @@ plt.show()
 # border more often than once in and once out. The programs are small, and a multiprocessor holds many: while some wait
 # or reckon, the copies of others are under way. (An earlier kernel had fewer, which lived on from row to row, and
 # copied a piece of a later row into each place as soon as it was free. It took more text, and in our trials it was the
-# slower one, but for rows of more than about 150,000 numbers on an H200.)
+# slower one, but for rows of more than some 100,000 numbers on an H200.)
 #
 # A row whose length is no multiple of 8 (of 4 in float32) begins anywhere; we call such lengths *odd*. But 16 bytes at
 # once have to begin at a multiple of 16. This kernel reads from the start of the *cache line* in which the row begins,

@@ -16,8 +16,8 @@ from .exchange import mailboxes, max_parts, receive, receive_soon, send
 
 # Vectors of 16 bytes per thread in a chunk.
 _STEPS = 2
-# Rows of at most so many bytes, by the size of a number, stay in the registers of tl's kernels. Where it cannot load
-# 16-bit numbers 16 bytes at a time, this kernel is sooner faster.
+# Rows of at most so many bytes, by the size of a number, stay in the registers of tl's kernels; 16-bit rows that it
+# cannot load 16 bytes at a time, of fewer.
 _MIN_ROW_BYTES = {2: 32 * 1024, 4: 48 * 1024}
 _MIN_ODD_ROW_BYTES = 8 * 1024
 # Fewer bytes than this, all rows together, take less time in tl's kernels: in registers, or read twice.
