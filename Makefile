@@ -25,7 +25,7 @@ PAGES = $(or $(PAGE),*)
 WRONG_PAGE := $(if $(PAGE),$(if $(wildcard examples/$(PAGE).py),,page-is-missing))
 WORKERS ?= 2
 
-.PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record outdated linkcheck clean check-site check-serve check-tests check-gpu page-is-missing
+.PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record outdated linkcheck clean check-site check-serve check-tests check-gpu page-is-missing site-is-built
 .DEFAULT_GOAL := help
 # `make clean html`, with any number of jobs, means one after the other.
 .NOTPARALLEL:
@@ -42,21 +42,21 @@ html-fast: $(WRONG_PAGE) $(or $(INSTALLED),check-site)  ## Build the site withou
 page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
 
 serve: $(WRONG_PAGE) $(or $(INSTALLED),check-serve)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
-	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) -A live=1 $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE)) \
+	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) -A live=1 $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) \
 	  --watch examples --watch src --ignore "*/_generated/*" --ignore "*/tutorials/*" --ignore "*/python-api/generated/*" \
 	  --ignore "*/__pycache__/*" --port 8000 docs build/html
 
 publish: html  ## Add the site to the versions in DEST=build/site as VERSION=..., or as the tag or branch that is checked out
-	$(PY) docs/_ext/publish.py build/html "$(or $(DEST),build/site)" $(VERSION)
+	$(PY) docs/_ext/publish.py build/html "$(or $(DEST),build/site)" $(if $(VERSION),"$(VERSION)")
 
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --ignore tests/site
 
 # A browser on a busy machine may miss a deadline. What fails twice is a fault.
-test-site: $(or $(INSTALLED),check-tests)  ## Test the site that `make html` built, in a browser
+test-site: site-is-built $(or $(INSTALLED),check-tests)  ## Test the site that `make html` built, in a browser
 	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow" tests/site || $(PY) -m pytest -m "not slow" --last-failed tests/site
 
-audit: $(or $(INSTALLED),check-tests)  ## Rate the built site with Lighthouse, on a machine that does nothing else, and compare it with a second build
+audit: site-is-built $(or $(INSTALLED),check-tests)  ## Rate the built site with Lighthouse, on a machine that does nothing else, and compare it with a second build
 	$(PY) -m pytest -n 0 -m slow -s tests/site
 
 fuzz: $(or $(INSTALLED),check-tests)  ## Test on some thousand inputs that hypothesis makes up anew, and run what else takes long
@@ -66,7 +66,7 @@ test-triton: $(or $(INSTALLED),check-tests)  ## Compile every kernel with anothe
 	$(PY) -m pip install --quiet --no-deps --target build/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH="$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH)" $(PY) -m pytest -n auto --dist loadgroup tests/test_compilation.py
 
-evidence: $(INSTALLED) check-gpu  ## Test on a GPU, with compute-sanitizer too, and write the tables to tests/records
+evidence: $(INSTALLED) check-gpu check-tests  ## Test on a GPU, with compute-sanitizer too, and write the tables to tests/records
 	@command -v compute-sanitizer >/dev/null || \
 	  { echo "make evidence: compute-sanitizer, of NVIDIA's CUDA toolkit, is not in the PATH" >&2; exit 1; }
 	rm -rf build/evidence && mkdir -p build/evidence
@@ -99,8 +99,9 @@ outdated: $(INSTALLED)  ## List the records whose kernels, launch or benchmark c
 linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
 	$(DRAFT) -b linkcheck -D plot_gallery=0 docs build/linkcheck
 
-clean:  ## Remove everything that was built; .venv stays
-	rm -rf build docs/_generated docs/getting-started/tutorials docs/python-api/generated
+clean:  ## Remove everything that was built; .venv stays, and so do the versions in build/site
+	find build -mindepth 1 -maxdepth 1 ! -name site -exec rm -rf {} + 2>/dev/null || true
+	rm -rf docs/_generated docs/getting-started/tutorials docs/python-api/generated
 
 # --- what the commands share ---
 
@@ -113,6 +114,9 @@ endef
 
 check-site check-serve check-tests check-gpu: $(INSTALLED)
 	@$(PY) docs/_ext/preflight.py $(@:check-%=%)
+
+site-is-built:
+	@test -f build/html/index.html || { echo "make: there is no site in build/html; make html builds it" >&2; exit 1; }
 
 page-is-missing:
 	@echo "make: $(if $(PAGE),examples has no page $(PAGE); )name the page, such as PAGE=02-fused-softmax" >&2; exit 1

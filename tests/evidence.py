@@ -42,6 +42,8 @@ def tests(reports: list[Path]) -> list[list]:
             count["inputs"] += int(prop.get("value")) if prop.get("name") == "inputs" else 0
     columns = ("passed", "failed", "skipped", "inputs")
     rows = [[name, *(count[c] for c in columns)] for name, count in sorted(counts.items())]
+    if not sum(row[1] for row in rows):
+        raise SystemExit("evidence: no report of pytest holds a test that passed")
     total = ["all", *(sum(row[i] for row in rows) for i in range(1, 1 + len(columns)))]
     return [["Tests of", "Passed", "Failed", "Skipped", "Fuzzed inputs among them"], *rows, total]
 
@@ -50,7 +52,10 @@ def sanitizer(folder: Path) -> list[list]:
     """For each tool what it watched and what it found: in our kernels, in what Triton adds to them, in torch's."""
     rows = [["Tool", "Looks for", "Kernels", "Launches", "In our kernels", "In what Triton adds", "In torch's kernels"]]
     for tool, purpose in TOOLS.items():
-        log = (folder / f"{tool}.log").read_text(errors="replace")
+        path = folder / f"{tool}.log"
+        if not path.exists():
+            raise SystemExit(f"evidence: {path} is missing")
+        log = path.read_text(errors="replace")
         launches = {name: int(n) for name, n in re.findall(r"^(_\w+_kernel): (\d+)$", log, re.MULTILINE)}
         summary = _SUMMARY.search(log)
         if not launches or not summary or "Target application returned an error" in log:
@@ -84,6 +89,8 @@ def write(path: Path, rows: list[list]) -> None:
 if __name__ == "__main__":
     found, records = map(Path, sys.argv[1:])
     environment = benchmark.environment()
+    if environment["driver"] == "none":
+        raise SystemExit("evidence: there is no GPU that could have been tested on")
     folder = records / benchmark.slug(environment["gpu"])
     for name, rows in {"tests": tests(sorted(found.glob("*.xml"))), "sanitizer": sanitizer(found)}.items():
         write(folder / f"{name}.csv", rows)

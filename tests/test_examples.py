@@ -509,8 +509,9 @@ def build(tmp_path):
         ("# - :cite:`nobody2000`: no.", "examples/02-other.py:17: cite: docs/refs.bib has no entry 'nobody2000'"),
         ("assert 1 + 1 == 3, 'arithmetic'", "AssertionError: arithmetic"),
         ("assert 1 + 1 == 2", "examples/02-other.py: the page executed nothing that shows"),
+        ("raise SystemExit(0)", "RuntimeError: the page ended the process: SystemExit(0)"),
     ],
-    ids=["quote", "number", "work", "assertion", "silent"],
+    ids=["quote", "number", "work", "assertion", "silent", "exit"],
 )
 def test_a_page_that_fails_ends_the_build_and_is_named(build, lines, message):
     run = build(lines)

@@ -326,6 +326,18 @@ def test_history_has_a_column_for_each_commit_that_changed_the_numbers(repositor
     assert [record["commit"] for record in records.history("nvidia-h200", NAME)][-1] == "ccccccc"
 
 
+def test_history_passes_over_commits_without_the_record(repository):
+    file = repository / "nvidia-h200" / f"{NAME}.json"
+    text = file.read_text()
+    for broken in (None, text[:50]):
+        file.unlink() if broken is None else file.write_text(broken)
+        git(repository, "add", ".")
+        git(repository, "commit", "--quiet", "--message", "broken")
+    file.write_text(text)
+    git(repository, "commit", "--quiet", "--all", "--message", "whole again")
+    assert [record["commit"] for record in records.history("nvidia-h200", NAME)] == ["aaaaaaa", "bbbbbbb"]
+
+
 @pytest.mark.parametrize("how", ["shallow", "none"])
 def test_history_says_when_there_is_none(repository, build, tmp_path, monkeypatch, how):
     if how == "shallow":
@@ -360,6 +372,8 @@ def in_git(*arguments):
 
 @pytest.fixture
 def whole_history():
+    if shutil.which("git") is None:
+        pytest.skip("git is not here")
     if in_git("rev-parse", "--is-shallow-repository").stdout.strip() != b"false":
         pytest.skip("the history is not here, or not all of it")
 

@@ -1,6 +1,7 @@
 """The documentation's own extensions: docs/_ext."""
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import os
@@ -369,7 +370,7 @@ def test_half_written_fingerprints_count_as_changed(app, examples, src):
 
 
 def test_a_fault_is_reported_until_it_is_mended(tmp_path):
-    connect = "def setup(app):\n    import gallery\n    app.connect('build-finished', gallery._build_finished)\n"
+    connect = "def setup(app):\n    import gallery\n    app.connect('build-finished', gallery._forget_faults)\n"
     (tmp_path / "conf.py").write_text(connect)
     (tmp_path / "index.rst").write_text("Site\n====\n\n.. toctree::\n\n   page\n")
     warnings = []
@@ -383,6 +384,41 @@ def test_a_fault_is_reported_until_it_is_mended(tmp_path):
         finally:
             app.cleanup()
     assert warnings == [1, 1, 0, 0]
+
+
+def test_a_fault_is_reported_after_a_build_that_somebody_stopped(tmp_path):
+    (tmp_path / "conf.py").write_text("""
+import gallery
+
+def stop(app, *_):
+    if app.config.html_title == "stop":
+        raise KeyboardInterrupt
+
+def setup(app):
+    app.connect("write-started", gallery._forget_faults)
+    app.connect("html-page-context", stop)
+""")
+    (tmp_path / "index.rst").write_text("A page\n====\n")
+    warnings = []
+    for title in ("stop", "go on"):
+        app = SphinxTestApp("html", srcdir=tmp_path, confoverrides={"html_title": title})
+        try:
+            with pytest.raises(KeyboardInterrupt) if title == "stop" else contextlib.nullcontext():
+                app.build()
+            warnings.append(app.warning.getvalue().count("Title underline too short"))
+        finally:
+            app.cleanup()
+    assert warnings == [1, 1]
+
+
+def test_a_record_without_a_benchmark_names_no_page(monkeypatch):
+    lost = Report(
+        gallery.report(*gallery.README_RECORD).record | {"inputs": "nobench(x=x)"}, changed=frozenset({"benchmark"})
+    )
+    monkeypatch.setattr(gallery, "report", lambda *_: lost)
+    assert {line.rpartition("; ")[2] for line in gallery.outdated("softmax-fp16")} == {
+        "no page has this benchmark any more: delete the record"
+    }
 
 
 def test_the_readmes_picture_is_drawn_only_from_a_record_that_is_not_outdated(tmp_path, monkeypatch, capsys):
@@ -527,8 +563,9 @@ def test_figures_are_drawn_again_when_their_page_is_read(tmp_path):
     [
         ("x = 1\n   assert x == 2, 'no'", "index.rst:7: ERROR: run: AssertionError: no"),
         ("x = 1\n   x = = 2", "index.rst:7: ERROR: run: SyntaxError"),
+        ("x = 1\n   raise SystemExit(0)", "index.rst:7: ERROR: run: SystemExit: 0"),
     ],
-    ids=["assert", "syntax"],
+    ids=["assert", "syntax", "exit"],
 )
 def test_run_that_fails_names_page_and_line(build, code, message):
     _, warnings = build(f".. run::\n\n   {code}\n", "run")

@@ -81,11 +81,16 @@ def _page_context(app, pagename, templatename, context, doctree) -> None:
 def _picture_shows():
     from gallery import report
 
-    try:
-        return next((found for found in map(report, PICTURE_SHOWS) if not found.outdated), report(PICTURE_SHOWS[0]))
-    except ValueError as error:
-        # As in gallery.py: Sphinx would print this one line amid fifty of its own stack.
-        sys.exit(str(error))
+    there, missing = [], []
+    for name in PICTURE_SHOWS:
+        try:
+            there.append(report(name))
+        except ValueError as error:
+            missing.append(str(error))
+    if not there:
+        # As in gallery.py: Sphinx would print these lines amid fifty of its own stack.
+        sys.exit("\n".join(missing))
+    return next((found for found in there if not found.outdated), there[0])
 
 
 def draw_picture(path: Path) -> None:

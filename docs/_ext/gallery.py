@@ -134,8 +134,10 @@ def outdated(names: str = "*") -> Iterator[str]:
     """A line for each record that is no longer of what is there: what changed, and what measures it anew."""
     for path in sorted(SRC.glob(f"triton_gallery/records/*/{names}.json")):
         found = report(path.stem, path.parent.name)
+        page = page_of(found.record)
+        remedy = f"make record PAGE={page}" if page else "no page has this benchmark any more: delete the record"
         for status in found.status():
-            yield f"{path.parent.name}/{path.stem}: {status}; make record PAGE={page_of(found.record)}"
+            yield f"{path.parent.name}/{path.stem}: {status}; {remedy}"
 
 
 def draw_readme_picture(file: Path) -> None:
@@ -377,6 +379,7 @@ def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
     if torch.accelerator.is_available() and not triton.knobs.runtime.interpret:
         # What the pages measure is kept beside the site; `make record` is what changes the committed records.
         os.environ.setdefault("TRITON_GALLERY_RECORDS", str(ROOT / "build" / "records"))
+    _report_exits()
     source, gallery = _folders(app)
     try:
         pages = write_all(source, examples, src)
@@ -450,6 +453,24 @@ def pack(path: Path) -> None:
         path.write_bytes(packed.getvalue())
 
 
+def _report_exits() -> None:
+    """Make a page that ends the process one that raised: sphinx-gallery would let it end the build, as a success."""
+    from sphinx_gallery import gen_rst
+
+    execute = getattr(gen_rst, "_exec_and_get_memory", None)
+    if execute is None or hasattr(execute, "__wrapped__"):
+        return
+
+    @functools.wraps(execute)
+    def execute_to_the_end(*args, **kwargs):
+        try:
+            return execute(*args, **kwargs)
+        except SystemExit as error:
+            raise RuntimeError(f"the page ended the process: {error!r}") from error
+
+    gen_rst._exec_and_get_memory = execute_to_the_end
+
+
 def seed(gallery_conf: dict, page: str) -> None:
     """sphinx-gallery calls this before each page, so that two builds show the same numbers."""
     import torch
@@ -457,9 +478,10 @@ def seed(gallery_conf: dict, page: str) -> None:
     torch.manual_seed(0)
 
 
-def _build_finished(app, exception) -> None:
+def _forget_faults(app, *_) -> None:
     # A page's fault is reported when the page is read. The next build would read only what changed, and say nothing of
-    # it; without this file it reads everything. (While somebody writes, each change is a build.)
+    # it; without this file it reads everything. (While somebody writes, each change is a build.) A build that somebody
+    # stops does not get to its end.
     if app._warncount and not app.config.html_context.get("live"):
         (Path(app.doctreedir) / "environment.pickle").unlink(missing_ok=True)
 
@@ -471,7 +493,8 @@ def setup(app) -> dict:
     app.connect("config-inited", _config_inited, priority=5)
     app.connect("html-page-context", _open_in_colab)
     app.connect("builder-inited", _gallery_written, priority=900)
-    app.connect("build-finished", _build_finished, priority=999)
+    app.connect("write-started", _forget_faults)
+    app.connect("build-finished", _forget_faults, priority=999)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 

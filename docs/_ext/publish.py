@@ -32,29 +32,42 @@ _CANONICAL = re.compile(r'(<link rel="canonical" href="[^"]*/)stable(/[^"]*")')
 _STABLE = "stable"
 # Servers show this page of the root at any address, so its links are complete ones, into stable/, and stay as they are.
 _NOT_FOUND = "404.html"
+_ROOT = ("versions.json", "versions.js", "versions.html", "index.html", ".nojekyll")
 
 
 def publish(site: Path, dest: Path, name: str) -> None:
     """Add the built `site` to the versions in the folder `dest` as the version `name`."""
-    if not _NAME.fullmatch(name) or name == _STABLE:
+    if not _NAME.fullmatch(name) or name in (_STABLE, _NOT_FOUND, *_ROOT):
         raise ValueError(f"{name!r} cannot be a version's name")
     if not (site / "index.html").exists():
         raise ValueError(f"{site} holds no site; make html builds one")
     if 'class="version-banner draft"' in (site / "index.html").read_text(encoding="utf-8"):
         raise ValueError(f"{site} is a draft; make html builds what can be published")
+    if dest.resolve() in (site.resolve(), *site.resolve().parents) or site.resolve() in dest.resolve().parents:
+        raise ValueError(f"{dest} must be a folder of its own, and {site} beside it")
     known = dest / "versions.json"
     try:
         versions = json.loads(known.read_text(encoding="utf-8"))["versions"] if known.exists() else []
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{known} holds no list of versions: {error!r}") from None
-    # A folder that is not listed was left by a run that somebody stopped.
-    if kind_of(name) == "tag" and any(version["name"] == name for version in versions):
-        raise ValueError(f"{name} is published already, and a published tag never changes; publish a new one")
+    if kind_of(name) == "tag":
+        if any(version["name"] == name for version in versions):
+            raise ValueError(f"{name} is published already, and a published tag never changes; publish a new one")
+        if other := [v["name"] for v in versions if v["name"].removeprefix("v") == name.removeprefix("v")]:
+            raise ValueError(f"{name} is published already, as {other[0]}")
+    # What a run that somebody stopped has left may go; what anybody else has put there may not.
+    listed = {version["name"] for version in versions} | ({_STABLE} if versions else set())
+    for folder in (dest / name, dest / _STABLE):
+        is_ours = folder.name in listed or (folder / "_static" / "versions.js").exists()
+        if folder.exists() and not is_ours and (folder.is_file() or any(folder.iterdir())):
+            raise ValueError(f"{folder} is there and holds no version; move it away, or name another folder")
+    if not known.exists() and (dest / "index.html").exists():
+        raise ValueError(f"{dest} has an index.html and no {known.name}, so it holds no versions; name another folder")
 
     # Beside its place, and moved there when it is complete.
     new = dest / f".{name}.new"
     shutil.rmtree(new, ignore_errors=True)
-    shutil.copytree(site, new, ignore=shutil.ignore_patterns(".*"))
+    shutil.copytree(site, new, ignore=shutil.ignore_patterns(".*", "plot_directive"))
     pages = sorted(page.relative_to(new).as_posix() for page in new.rglob("*.html") if _is_page(page))
     versions = [version for version in versions if version["name"] != name]
     versions = sorted([*versions, {"name": name, "kind": kind_of(name), "pages": pages}], key=_order)
@@ -86,6 +99,7 @@ def _write_root(dest: Path, versions: list[dict]) -> None:
         "index.html": _root_page("Triton Gallery", moved, refresh),
         ".nojekyll": "",
     }
+    assert set(files) == set(_ROOT)
     for name, text in files.items():
         (dest / name).write_text(text, encoding="utf-8")
 
@@ -179,8 +193,8 @@ def _root_page(title: str, body: str, head: str = "") -> str:
 def name_of_checkout() -> str:
     """The tag that is checked out, or else the branch."""
     for command in ("git describe --tags --exact-match", "git symbolic-ref --short HEAD"):
-        done = subprocess.run(command.split(), capture_output=True, text=True)
-        if done.returncode == 0:
+        done = shutil.which("git") and subprocess.run(command.split(), capture_output=True, text=True)
+        if done and done.returncode == 0:
             return done.stdout.strip().replace("/", "-")
     raise ValueError("neither a tag nor a branch is checked out; give the version a name: make publish VERSION=...")
 
@@ -192,8 +206,9 @@ def _package_version() -> str:
 
 def check_tag(name: str, version: str) -> None:
     """Refuse a tag that is not the one of the package's version, which the notebooks of this version install."""
-    tag = _TAG.fullmatch(name)
-    if not tag or name[0] != "v" or tag[1] + (tag[2] or "").replace(".", "") != version:
+    if not _TAG.fullmatch(f"v{version}"):
+        raise ValueError(f"the package's version is {version}, of which no tag is made; write it as 0.2.0 or 0.2.0rc1")
+    if name != f"v{version}":
         raise ValueError(f"the package's version is {version}, and its tag v{version}, got {name}")
 
 

@@ -53,12 +53,15 @@ def history(gpu: str, name: str) -> list[dict]:
         if _git("rev-parse", "--is-shallow-repository").strip() != "false":
             return []
         commits = _git("log", "--reverse", "--format=%h", "--", path).split()
-        texts = [_git("show", f"{commit}:./{path}") for commit in commits]
     except (OSError, subprocess.CalledProcessError):
         return []
-    texts.append((RECORDS / path).read_text(encoding="utf-8"))
     kept = []
-    for record in map(json.loads, texts):
+    for commit in [*commits, None]:
+        try:
+            text = _git("show", f"{commit}:./{path}") if commit else (RECORDS / path).read_text(encoding="utf-8")
+            record = json.loads(text)
+        except (subprocess.CalledProcessError, ValueError):  # a commit that removed it, or holds half of it
+            continue
         if not kept or record["rows"] != kept[-1]["rows"]:
             kept.append(record)
     return kept

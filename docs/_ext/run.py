@@ -98,7 +98,7 @@ def execute(source: str, file: str, line: int, page: str | None) -> tuple[str, t
     try:
         with contextlib.redirect_stdout(output):
             exec(compile(text, file, "exec"), vars(sys.modules["page"]))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         last = next((f.lineno for f in reversed(frames) if f.filename == file), getattr(error, "lineno", line + 1))
         failure = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), last

@@ -91,8 +91,13 @@ def test_a_version_is_added_and_nothing_else_is_touched(sites, tmp_path):
 
 
 def test_a_tag_is_that_of_the_packages_version():
-    for tag, version in (("v0.2.0", "0.2.0"), ("v1.1.0-rc.1", "1.1.0rc1"), ("v1.1.0rc1", "1.1.0rc1")):
+    for tag, version in (("v0.2.0", "0.2.0"), ("v1.1.0rc1", "1.1.0rc1")):
         publish.check_tag(tag, version)
+    # The notebooks install the tag that is `v` and the version.
+    with pytest.raises(ValueError, match=r"its tag v1\.1\.0rc1, got v1\.1\.0-rc\.1"):
+        publish.check_tag("v1.1.0-rc.1", "1.1.0rc1")
+    with pytest.raises(ValueError, match=r"version is 0\.2\.0\.post1, of which no tag is made"):
+        publish.check_tag("v0.2.0.post1", "0.2.0.post1")
     for tag in ("v0.2.1", "0.2.0", "v0.2.0.post1", "v0.2.0rc1", "v0.2", "main"):
         with pytest.raises(ValueError, match=f"its tag v0.2.0, got {tag}"):
             publish.check_tag(tag, "0.2.0")
@@ -110,6 +115,27 @@ def test_a_published_tag_is_never_written_again(sites, tmp_path):
     with pytest.raises(ValueError, match=r"v0\.1\.0 is published already"):
         publish.publish(sites["v0.2.0"], tmp_path, "v0.1.0")
     assert contents(tmp_path) == before
+
+
+def test_a_version_has_one_name(sites, tmp_path):
+    publish.publish(sites["v0.1.0"], tmp_path, "v0.1.0")
+    with pytest.raises(ValueError, match=r"^0\.1\.0 is published already, as v0\.1\.0$"):
+        publish.publish(sites["v0.1.0"], tmp_path, "0.1.0")
+
+
+def test_what_others_have_put_there_stays(sites, tmp_path):
+    site, dest = shutil.copytree(sites["main"], tmp_path / "checkout" / "html"), tmp_path / "dest"
+    for folder in (tmp_path, tmp_path / "checkout", site, site / "versions"):
+        with pytest.raises(ValueError, match=r"must be a folder of its own, and .*html beside it"):
+            publish.publish(site, folder, "checkout")
+    for name, own in (("docs", "docs/notes"), ("main", "stable/notes"), ("docs", "index.html")):
+        file = dest / own
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+        with pytest.raises(ValueError, match="holds no version"):
+            publish.publish(site, dest, name)
+        assert list(contents(dest)) == [own] and file.read_text() == "mine"
+        shutil.rmtree(dest)
 
 
 def test_a_branch_is_replaced(sites, tmp_path):
@@ -152,7 +178,9 @@ def test_order_of_versions():
     assert [version["name"] for version in ordered] == expected
 
 
-@pytest.mark.parametrize("name", ["stable", "", "..", "a/b", "-x", ".hidden", 'x"y', "versions.json "])
+@pytest.mark.parametrize(
+    "name", ["stable", "", "..", "a/b", "-x", ".hidden", 'x"y', "versions.json ", "index.html", "404.html"]
+)
 def test_refuses_a_name(sites, tmp_path, name):
     with pytest.raises(ValueError, match="cannot be a version's name"):
         publish.publish(sites["main"], tmp_path, name)
