@@ -100,7 +100,7 @@ linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
 	$(DRAFT) -b linkcheck -D plot_gallery=0 docs build/linkcheck
 
 clean:  ## Remove everything that was built; .venv stays, and so do the versions in build/site
-	find build -mindepth 1 -maxdepth 1 ! -name site -exec rm -rf {} + 2>/dev/null || true
+	test ! -d build || find build -mindepth 1 -maxdepth 1 ! -name site -exec rm -rf {} +
 	rm -rf docs/_generated docs/getting-started/tutorials docs/python-api/generated
 
 # --- what the commands share ---
