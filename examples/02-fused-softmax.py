@@ -960,7 +960,7 @@ report_short
 # program for each part, many more than have room. GPUs start programs in the order of their numbers, and of the parts
 # of one row there is room for all, so nobody should wait in vain. But this order is nobody's promise. So who
 # has looked into the mailboxes some thousand times in vain takes the statistics of all parts itself. That is slow, and
-# should never happen; a test that starts only some of the programs sees that it works.
+# should never happen; there is a test that starts only some of the programs.
 #
 # The library takes this second way for two rows or more of over 52 KiB, if all of them together have 4 MiB or more, and
 # if a row has no more than four parts for each multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a
