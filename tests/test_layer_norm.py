@@ -36,7 +36,7 @@ def small_blocks(monkeypatch):
 
     monkeypatch.setattr(module, "_fwd_tile", small_tile)
     monkeypatch.setattr(module, "_FWD_LONG_TILE", 16)
-    monkeypatch.setattr(module, "_fwd_block", lambda x, n_rows, *_: (16, 4, n_rows % 2 == 0))
+    monkeypatch.setattr(module, "_fwd_block", lambda x, weight, bias, n_rows, *_: (16, 4, n_rows % 2 == 0))
     monkeypatch.setattr(module, "_BWD_TILE", 32)
     monkeypatch.setattr(module, "_DWDB_ROWS", 4)
     monkeypatch.setattr(module, "_DWDB_TILE", 16)

@@ -635,14 +635,18 @@ def _fwd_tile(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> tu
     return tile // block_n, block_n, num_warps
 
 
-def _fwd_block(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> tuple[int, int, bool]:
+def _fwd_block(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, n_rows: int, n_cols: int, vectorized: bool
+) -> tuple[int, int, bool]:
     """(columns of a block, warps, whether weight and bias are loaded ahead) for a row in registers.
 
-    Measured on an H100, rows of more than 10240 numbers on an H200, too, and on that alone float64 and 16-bit rows of
-    which it cannot load four numbers at a time.
+    Measured on an H100, rows of more than 10240 numbers on an H200, too, and on that alone float64, 16-bit rows with
+    a weight and a bias of 32 bits, and those of which it cannot load four numbers at a time.
     """
     n_processors = num_multiprocessors(x.device)
     row_bytes = n_cols * x.element_size()
+    # For each number of x, more than another two of its width.
+    wide = x.element_size() == 2 and sum(t.element_size() for t in (weight, bias) if t is not None) > 4
     if x.dtype == torch.float64:
         return (512, 2, False) if n_cols < 2048 else (1024, 8, False) if n_cols <= 12288 else (2048, 16, False)
     if not vectorized:
@@ -652,7 +656,7 @@ def _fwd_block(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> t
     if n_cols > 24576:
         # AMD's warps have 64 threads, and a program no more than 1024.
         return 8192, 32 if cuda_arch(x.device) else 16, False
-    if n_cols <= 5120 and row_bytes <= 16 * 1024:
+    if n_cols <= (8192 if wide else 5120) and row_bytes <= 16 * 1024:
         block_n, num_warps = (512, 2) if n_cols < 2048 else (1024, 4)
     elif n_cols <= 10240 or (12288 < n_cols <= 14848 and n_rows > 4 * n_processors):
         block_n, num_warps = 2048, 8
@@ -661,9 +665,9 @@ def _fwd_block(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> t
     # What is loaded ahead takes registers, and so the room of other programs. Short rows leave enough of both; for
     # longer ones it pays if all programs run at once, and for the longest if each has a multiprocessor of its own.
     if n_rows <= 16 // num_warps * n_processors:
-        ahead = row_bytes <= (64 if n_rows <= n_processors else 32) * 1024
+        ahead = row_bytes <= (8 if wide else 64 if n_rows <= n_processors else 32) * 1024
     else:
-        ahead = x.element_size() == 2 and n_cols <= 6144
+        ahead = x.element_size() == 2 and n_cols <= (2048 if wide else 6144)
     return block_n, num_warps, ahead
 
 
@@ -835,7 +839,7 @@ def _layer_norm_fwd(
     elif (kernels := _for_hopper("forward", x.device)) and (plan := kernels.plan_forward(rows, weight, bias)):
         kernels.forward(*arguments, eps, plan)
     elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_COLS):
-        block_n, num_warps, ahead = _fwd_block(x, n_rows, n_cols, vectorized)
+        block_n, num_warps, ahead = _fwd_block(x, weight, bias, n_rows, n_cols, vectorized)
         launch(
             _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
             N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, AHEAD=ahead, ALIGN=align, num_warps=num_warps,
