@@ -20,12 +20,13 @@ export GALLERY_COMMAND := make $(MAKECMDGOALS)$(if $(PAGE), PAGE=$(PAGE))
 SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 # A draft does not execute every page, and says so on each.
 DRAFT = $(SPHINX) -A draft=1
+PUBLISH = $(PY) docs/_ext/publish.py build/html "$(or $(DEST),build/site)" $(if $(VERSION),"$(VERSION)")
 PAGES = $(or $(PAGE),*)
 # What a command waits for that executes one page, where PAGE names none
 WRONG_PAGE := $(if $(PAGE),$(if $(wildcard examples/$(PAGE).py),,page-is-missing))
 WORKERS ?= 2
 
-.PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record outdated linkcheck clean check-site check-serve check-tests check-gpu page-is-missing site-is-built
+.PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record outdated linkcheck clean check-site check-serve check-tests check-lint check-outdated check-gpu can-publish page-is-missing site-is-built
 .DEFAULT_GOAL := help
 # `make clean html`, with any number of jobs, means one after the other.
 .NOTPARALLEL:
@@ -46,8 +47,8 @@ serve: $(WRONG_PAGE) $(or $(INSTALLED),check-serve)  ## Build the site, serve it
 	  --watch examples --watch src --ignore "*/_generated/*" --ignore "*/tutorials/*" --ignore "*/python-api/generated/*" \
 	  --ignore "*/__pycache__/*" --port 8000 docs build/html
 
-publish: html  ## Add the site to the versions in DEST=build/site as VERSION=..., or as the tag or branch that is checked out
-	$(PY) docs/_ext/publish.py build/html "$(or $(DEST),build/site)" $(if $(VERSION),"$(VERSION)")
+publish: can-publish html  ## Add the site to the versions in DEST=build/site as VERSION=..., or as the tag or branch that is checked out
+	$(PUBLISH)
 
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --ignore tests/site
@@ -78,7 +79,7 @@ evidence: $(INSTALLED) check-gpu check-tests  ## Test on a GPU, with compute-san
 	    --show-backtrace no --print-limit 0 $(PY) tests/every_kernel.py >build/evidence/$$tool.log 2>&1 & done; wait
 	$(PY) tests/evidence.py build/evidence tests/records
 
-lint: $(INSTALLED)  ## Check style, and the generated pages for names that nothing defines
+lint: $(or $(INSTALLED),check-lint)  ## Check style, and the generated pages for names that nothing defines
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) docs/_ext/gallery.py --all build/lint --keep-references
@@ -93,7 +94,7 @@ record: $(INSTALLED) check-gpu  ## Measure on a GPU and rewrite the records that
 	$(call measure,src/triton_gallery/records)
 	$(PY) docs/_ext/gallery.py --picture docs/_static/attention.svg
 
-outdated: $(INSTALLED)  ## List the records whose kernels, launch or benchmark changed, and the commands that measure them anew
+outdated: $(or $(INSTALLED),check-outdated)  ## List the records whose kernels, launch or benchmark changed, and the commands that measure them anew
 	@$(PY) docs/_ext/gallery.py --outdated
 
 linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
@@ -112,8 +113,12 @@ define measure
 	  test -z "$$failed" || { echo "make: not measured to the end:$$failed" >&2; exit 1; }
 endef
 
-check-site check-serve check-tests check-gpu: $(INSTALLED)
+check-site check-serve check-tests check-lint check-outdated check-gpu: $(INSTALLED)
 	@$(PY) docs/_ext/preflight.py $(@:check-%=%)
+
+# Before the minutes that a build takes.
+can-publish: $(or $(INSTALLED),check-site)
+	@$(PUBLISH) --check
 
 site-is-built:
 	@test -f build/html/index.html || { echo "make: there is no site in build/html; make html builds it" >&2; exit 1; }

@@ -692,8 +692,9 @@ def _import(name: str):
 # --- preflight --------------------------------------------------------------------------------------------------------
 
 
-def test_preflight_accepts_this_environment():
-    assert preflight.problem("site") is None
+@pytest.mark.parametrize("kind", [kind for kind in preflight.NEEDED if kind != "gpu"])
+def test_preflight_accepts_this_environment(kind):
+    assert preflight.problem(kind) is None
 
 
 def test_preflight_refuses_to_measure_in_the_interpreter(monkeypatch):
@@ -766,10 +767,21 @@ def test_preflight_names_what_launches_lack(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("arguments", "got"), [([], "nothing"), (["sites"], "sites"), (["gpu", "2"], "gpu 2")])
 def test_preflight_names_what_it_can_be_asked(arguments, got):
     run = subprocess.run([sys.executable, preflight.__file__, *arguments], capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr == f"preflight: name one of python, site, serve, tests, gpu, got {got}\n"
+    kinds = "python, site, serve, tests, lint, outdated, gpu"
+    assert run.returncode == 1 and run.stderr == f"preflight: name one of {kinds}, got {got}\n"
 
 
 # --- publishing -------------------------------------------------------------------------------------------------------
+
+
+def test_publish_can_be_asked_before_there_is_a_site(tmp_path):
+    def ask(name):
+        command = [sys.executable, publish.__file__, "--check", tmp_path / "html", tmp_path / "site", name]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = ask("0.2.0")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+    assert ask("stable").stderr == "publish: 'stable' cannot be a version's name\n"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@
     python docs/_ext/preflight.py site      and do torch and Triton fit, and is all there that the site needs?
     python docs/_ext/preflight.py serve     the same for serving it while it is written
     python docs/_ext/preflight.py tests     the same for the tests
+    python docs/_ext/preflight.py lint      the same for the checks of style
+    python docs/_ext/preflight.py outdated  the same for the list of outdated records
     python docs/_ext/preflight.py gpu       the same for measuring, and will kernels run on a GPU?
 
 It runs on any Python 3, so that an old one gets to say that it is old.
@@ -19,7 +21,9 @@ FINDABLE = ("sphinx-notfound-page", "sphinx-reredirects", "sphinx-sitemap", "sph
 NEEDED = {
     "site": (*KERNELS, "matplotlib", "pandas", *SPHINX, *FINDABLE),
     "serve": (*KERNELS, "matplotlib", "pandas", *SPHINX, *FINDABLE, "sphinx-autobuild"),
-    "tests": (*KERNELS, "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
+    "tests": (*KERNELS, "matplotlib", "pandas", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
+    "lint": (*KERNELS, "ruff", "zizmor", "sphinx-lint"),
+    "outdated": KERNELS,
     "gpu": (*KERNELS, "matplotlib", "pandas"),
 }
 

@@ -1,7 +1,8 @@
 """Publishes a built site: adds it to the versions in a folder that any web server, or none, can show.
 
     python docs/_ext/publish.py build/html DEST 0.2.0
-    python docs/_ext/publish.py --check-tag v0.2.0       fails unless this is the tag of the package's version
+    python docs/_ext/publish.py --check build/html DEST 0.2.0   fails where that would, before there is a site
+    python docs/_ext/publish.py --check-tag v0.2.0              fails unless this is the tag of the package's version
 
 A name such as 0.2.0 or v0.2.0 is a tag: once published it is never written again. Any other name is a branch, which is
 replaced. Without a name it is the checkout's tag, or its branch. DEST then holds
@@ -35,14 +36,10 @@ _NOT_FOUND = "404.html"
 _ROOT = ("versions.json", "versions.js", "versions.html", "index.html", ".nojekyll")
 
 
-def publish(site: Path, dest: Path, name: str) -> None:
-    """Add the built `site` to the versions in the folder `dest` as the version `name`."""
+def check(site: Path, dest: Path, name: str) -> list[dict]:
+    """The versions in `dest`; refuses what `publish` could not add to them, whatever the site that is still to come."""
     if not _NAME.fullmatch(name) or name in (_STABLE, _NOT_FOUND, *_ROOT):
         raise ValueError(f"{name!r} cannot be a version's name")
-    if not (site / "index.html").exists():
-        raise ValueError(f"{site} holds no site; make html builds one")
-    if 'class="version-banner draft"' in (site / "index.html").read_text(encoding="utf-8"):
-        raise ValueError(f"{site} is a draft; make html builds what can be published")
     if dest.resolve() in (site.resolve(), *site.resolve().parents) or site.resolve() in dest.resolve().parents:
         raise ValueError(f"{dest} must be a folder of its own, and {site} beside it")
     known = dest / "versions.json"
@@ -63,6 +60,16 @@ def publish(site: Path, dest: Path, name: str) -> None:
             raise ValueError(f"{folder} is there and holds no version; move it away, or name another folder")
     if not known.exists() and (dest / "index.html").exists():
         raise ValueError(f"{dest} has an index.html and no {known.name}, so it holds no versions; name another folder")
+    return versions
+
+
+def publish(site: Path, dest: Path, name: str) -> None:
+    """Add the built `site` to the versions in the folder `dest` as the version `name`."""
+    versions = check(site, dest, name)
+    if not (site / "index.html").exists():
+        raise ValueError(f"{site} holds no site; make html builds one")
+    if 'class="version-banner draft"' in (site / "index.html").read_text(encoding="utf-8"):
+        raise ValueError(f"{site} is a draft; make html builds what can be published")
 
     # Beside its place, and moved there when it is complete.
     new = dest / f".{name}.new"
@@ -217,6 +224,7 @@ def main() -> None:
     parser.add_argument("site", type=Path, nargs="?", help="what make html built")
     parser.add_argument("dest", type=Path, nargs="?", help="the folder that holds all versions")
     parser.add_argument("version", nargs="?", help="its name; without one, the checkout's tag or branch")
+    parser.add_argument("--check", action="store_true", help="only check that the version could be added")
     parser.add_argument("--check-tag", metavar="TAG", help="only check that it is the tag of the package's version")
     args = parser.parse_args()
     if not args.check_tag and args.dest is None:
@@ -225,10 +233,11 @@ def main() -> None:
         if args.check_tag:
             return check_tag(args.check_tag, _package_version())
         name = args.version or name_of_checkout()
-        publish(args.site, args.dest, name)
+        (check if args.check else publish)(args.site, args.dest, name)
     except (ValueError, OSError) as error:
         sys.exit(f"publish: {error}")
-    print(f"published {name} in {args.dest}: {(args.dest / 'index.html').resolve().as_uri()}")
+    if not args.check:
+        print(f"published {name} in {args.dest}: {(args.dest / 'index.html').resolve().as_uri()}")
 
 
 if __name__ == "__main__":
