@@ -387,9 +387,10 @@ def test_rms_norm_without_weight(n_cols, device, small_blocks):
 
 @NORMS
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_norms_take_float32_params_with_16_bit_x(norm, dtype, device):
-    x = torch.randn(6, 33, device=device).to(dtype)
-    y, dx, *dparams = check(norm, x, (33,), make_params(norm, (33,), torch.float32, device))
+@pytest.mark.parametrize("n_cols", [33, 2000, 6000])
+def test_norms_take_float32_params_with_16_bit_x(norm, dtype, n_cols, device):
+    x = torch.randn(6, n_cols, device=device).to(dtype)
+    y, dx, *dparams = check(norm, x, (n_cols,), make_params(norm, (n_cols,), torch.float32, device))
     assert y.dtype == dx.dtype == dtype and all(d.dtype == torch.float32 for d in dparams)
 
 
