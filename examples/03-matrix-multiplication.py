@@ -397,8 +397,8 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   itself.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
-#   is, without the matrix unit on NVIDIA's GPUs, "tf32" lets the matrix unit round the inputs to 10 bits of mantissa
-#   first, and "bf16x6" is the way of `dot` for Hopper, of which a section below tells. `MAX_NUM_IMPRECISE_ACC` is about
+#   is, without the matrix unit on NVIDIA's GPUs, "tf32" lets the matrix unit take 10 bits of the inputs' mantissas,
+#   and "bf16x6" is the way of `dot` for Hopper, of which a section below tells. `MAX_NUM_IMPRECISE_ACC` is about
 #   float8 alone: after so many products, sums that the matrix unit keeps with fewer bits are added to those in float32.
 # - The loop has no barrier and no mention of shared memory. The compiler keeps the tiles of several steps there, so
 #   that the copies for the next rounds are under way while the matrix unit works on this one: `num_stages` steps where
@@ -477,9 +477,9 @@ print("chosen:", tuned_kernel.best_config.kwargs)
 # sizes of zero. It chooses the tile from the shape. A product with a vector uses no number of the matrix twice, so a
 # matrix unit would have nothing to do; it takes a small kernel of its own, which reads each number of the matrix once.
 # Where there are too few sums for the whole GPU it cuts them into parts. (On Hopper a row of 16-bit or 8-bit numbers
-# times a matrix with dense, aligned rows takes the third rung all the same, in tiles of 16 rows, or where :math:`K` is
-# long and columns are few the fifth, whose loads suit it better.) And `matmul` is differentiable, for which there is no
-# new kernel to write. With :math:`L` for the loss and :math:`G` for its gradient that arrives,
+# times a matrix with dense, aligned rows takes the third rung all the same, in tiles of 16 rows, or, in 16 bits, where
+# :math:`K` is long and columns are few, the fifth, whose loads suit it better.) And `matmul` is differentiable, for
+# which there is no new kernel to write. With :math:`L` for the loss and :math:`G` for its gradient that arrives,
 #
 # .. math:: \frac{\partial L}{\partial A} = G B^{\mathsf T} \qquad \frac{\partial L}{\partial B} = A^{\mathsf T} G
 #
@@ -517,6 +517,8 @@ for shape in ((4096, 4096, 4096), (4096, 4096, 512)):
     print(f"{shape}: fused {fused / 2**20:.0f} MiB, separate {separate / 2**20:.0f} MiB, {separate / fused:.2f}×")
 
 # %%
+# (torch's `addmm` adds the bias within the product. Then one of the two trips remains.)
+#
 # These are factors of bytes and not of time. A product with a large :math:`K` is limited by arithmetic, whatever it
 # moves; but the separate operations are limited by memory, and their time comes on top.
 
@@ -535,9 +537,9 @@ for shape in ((4096, 4096, 4096), (4096, 4096, 512)):
 # %%
 # Two things are new besides the descriptors. The kernel is *persistent*: we launch as many programs as there are
 # multiprocessors, and each computes one tile after another, so that the start of a tile overlaps the end of the one
-# before. And the epilogue splits the tile into halves, because a whole one would not leave enough shared memory for the
-# copies under way. It runs here, too, with four programs. (Its matrices have three dimensions, the first for a batch,
-# here of one.)
+# before. And the epilogue splits the tile into halves: each needs half the shared memory and, with an activation, fewer
+# registers. It runs here, too, with four programs. (Its matrices have three dimensions, the first for a batch, here of
+# one.)
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -718,7 +720,8 @@ for multiply in rungs.values():
 # from there into a multiprocessor. At both we can count the operations per byte. At the second door the tile decides,
 # by the formula from the top of the page. At the first it is the strips that all running programs need together, and
 # for these we ask the kernel's own map once more. On each of its 132 multiprocessors an H200 runs ten of the small
-# programs at a time and two of the large ones; its registers have no room for another.
+# programs at a time and two of the large ones; its registers have no room for another (nor, for a large one, has its
+# shared memory).
 
 
 print("operations per byte at 8192³      from memory   from L2")
@@ -941,9 +944,9 @@ for n in (4352, 5120, 5632, 8192):
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
 # longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. On Hopper the library does
-# this for single products of 16-bit numbers, but for the smallest; batches of such matrices, and float8, take the third
-# rung with narrow loads. The result needs no copy. Its tiles leave by ordinary stores, in which each warp writes along
-# a row.
+# this for single products of 16-bit numbers and of float32, but for the smallest; batches of such matrices, and float8,
+# take the third rung with narrow loads. The result needs no copy. Its tiles leave by ordinary stores, in which each
+# warp writes along a row.
 #
 # Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
 # 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. In
@@ -1142,7 +1145,7 @@ report_drawn
 # Float32 on a matrix unit that takes 16 bits
 # -------------------------------------------
 #
-# float32 is what PyTorch's tensors begin as, and NVIDIA's matrix units do not multiply it. They round it to
+# float32 is what PyTorch's tensors begin as, and NVIDIA's matrix units do not multiply it. They read it as
 # TensorFloat-32, with 10 bits of mantissa in place of 23, which torch allows only where one asks for it. The other way
 # goes number by number, through the units that also add and compare, at a fraction of the matrix unit's rate.
 #
@@ -1176,7 +1179,8 @@ assert torch.equal(sum(parts), x)
 # The sums need care. The matrix unit cuts off what a sum of 24 bits has no room for, where other units round, and a
 # long row of cut sums drifts. So `dot` lets it add along one block of :math:`K` and adds the blocks up outside. And an
 # infinite number has parts as well: infinity, 0 and 0. In the small terms, :math:`0 \cdot \infty` makes NaN, which are
-# dropped there, since the largest term knows what the result is.
+# dropped there, since the largest term knows what the result is. (So is a NaN in the input with no bit set among the
+# first seven of its mantissa, which becomes infinity. No arithmetic makes such a one.)
 #
 # On Hopper the library multiplies float32 like this, unless TensorFloat-32 is allowed. How exact is it? We compare with
 # float64, and with torch, which multiplies number by number:
@@ -1188,9 +1192,10 @@ for name, out in (("triton_gallery", tg.matmul(a, b)), ("torch", a @ b)):
     print(f"{name + ':':15} the largest error is {error.item():.1e} of the largest sum")
 
 # %%
-# Without a GPU both go number by number. On an H200 our error was smaller than torch's: fewer sums are rounded. Numbers
-# below :math:`10^{-33}` are an exception, as their smallest parts would be below what bfloat16 can hold; of those fewer
-# bits count. The sweep is that of the other dtypes, against torch in the same setting:
+# Without a GPU both go number by number. On an H200 our error was smaller than torch's (no record holds that); we think
+# because fewer sums are rounded. Numbers below :math:`10^{-33}` are an exception, as their smallest parts would be
+# below what bfloat16 can hold; of those fewer bits count. The sweep is that of the other dtypes, against torch in the
+# same setting:
 
 report_fp32 = sweep(torch.float32, "fp32")
 report_fp32.plot()
@@ -1334,10 +1339,11 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 # triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The
 # lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row reaches
 # :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles of the
-# matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. By our clock not
-# much more is possible: the flush before each call leaves the L2 cache full of numbers that still have to be written to
-# memory, which takes a part of the bandwidth. A copy of as many bytes suffers as well, but less; of its rate we reach
-# :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 2`.
+# matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. What one row shows
+# to be possible is missed by a few percent. The rest we think is the flush before each call, which leaves the L2 cache
+# full of numbers that still have to be written to memory and take a part of the bandwidth. A copy of as many bytes
+# suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at
+# 2`.
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024`
 # torch's rate, where a third of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
@@ -1353,15 +1359,16 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 # triton_gallery / torch.compile at 4095` its rate at 4095³ and at :measured:`matmul-odd-fp16: triton_gallery /
 # torch.compile at 8191` at 8191³. Below, it left the matrices as they are, and our rate is :measured:`matmul-odd-fp16:
 # triton_gallery / torch.compile at 1023` its own at 1023³ and :measured:`matmul-odd-fp16: triton_gallery /
-# torch.compile at 2047` at 2047³. The trial may come out differently each time: in an earlier record it padded these
-# two as well, and was even with us or a little ahead.
+# torch.compile at 2047` at 2047³. The trial may come out differently each time: in an earlier record of an H100 it
+# padded these two as well, and was even with us or a little ahead.
 #
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best other
 # one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at 2048³. In
 # larger products the trip that they save weighs less: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery /
-# peers at 4096` the best other one, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While a
-# tile is on its way out the matrix unit waits, so each instruction of the activation counts: this one squares the
-# inverse of a root, which the GPU has an instruction for, and needs no division.
+# peers at 4096` the best other one, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. There
+# `torch.compile` is quicker with both than torch is with the product alone, which the epilogue cannot explain and we do
+# not know how to. While a tile is on its way out the matrix unit waits, so each instruction of the activation counts:
+# this one squares the inverse of a root, which the GPU has an instruction for, and needs no division.
 #
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a tenth

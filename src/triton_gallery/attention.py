@@ -1132,8 +1132,8 @@ def attention(
         dropout_p: 0 alone, likewise.
         is_causal: whether a query is kept from the keys after its position.
         scale: factor of the scores; 1 / sqrt(head_dim) when None.
-        enable_gqa: allow k and v fewer heads than q, whose number must be a multiple: each serves a group of
-            neighbouring query heads. Without it, the heads broadcast as the other leading dimensions do.
+        enable_gqa: allow k and v, equally many, fewer heads than q, whose number must be a multiple: each serves a
+            group of neighbouring query heads. Without it, the heads broadcast as the other leading dimensions do.
         window: how many keys before and after its position a query sees besides the one at it: (left, right), or one
             number for both; None in place of a number means no limit on that side.
         causal_alignment: "top-left" (query 0 sits at key 0, as in torch) or "bottom-right" (the last query sits at the
@@ -1141,8 +1141,9 @@ def attention(
         return_lse: return the logarithm of each row's sum of exponentials, too.
 
     Returns:
-        (..., heads, seq_q, head_dim_v), dtype of q, in memory like q with the last dimension innermost; with
-        `return_lse` also lse, (..., heads, seq_q), in natural logarithm, float32 (float64 for float64).
+        (..., heads, seq_q, head_dim_v), dtype of q, in memory like q with the last dimension innermost
+        (contiguous, where q's leading dimensions are not one in memory); with `return_lse` also lse, (..., heads,
+        seq_q), in natural logarithm, float32 (float64 for float64).
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not supported, or dtypes that differ.

@@ -282,7 +282,8 @@ def dropout(
         p: the probability of an element to become 0, in [0, 1].
         training: False returns x itself, as p = 0 does and an x without elements.
         seed: None draws a seed from torch's generator of x's device, which :func:`torch.manual_seed` governs. An int in
-            [-2**63, 2**64), or an integer tensor of one element on x's device, gives the same mask at every call.
+            [-2**63, 2**64), or a tensor of one element on x's device, int8 to int64 or uint8, gives the same mask at
+            every call.
 
     Returns:
         A tensor of x's shape, dtype and (where x is dense) strides; for p = 0, outside training or without elements x

@@ -1153,17 +1153,18 @@ def layer_norm(
     Notes:
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
-        costs no accuracy. Rows of any length work (with a gradient below 2**31): up to 24576 elements (12288 in
-        float64) stay in registers, and up to 96 KiB of a row that can be read four numbers at a time; longer ones are
-        read twice. The gradients keep up to 10240 elements of 16 bits there, 5120 of float32 (8192 if that is a
-        multiple of 16 bytes), and 2048 of float64. On Hopper, longer rows stay on the chip and are read once, up to 6
-        MiB of a row forward (or of the weight, where it is wider) and 3 MiB backward on an H200, and up to an eighth of
-        that where a row's length is no multiple of 16 bytes; for this they must not be float64. All this is for x and
-        an incoming gradient that are of one width, begin at a multiple of 16 bytes and have rows with a multiple of 16
-        bytes between them, like any new tensor; the gradients of others keep up to 4096 elements, and may be read
-        number by number. The gradients are deterministic: the same inputs on the same GPU give the same bits. (How many
-        rows there are may change the last bits of each.) Second derivatives are supported by autograd, through torch
-        operations, and not by the transforms of ``torch.func``.
+        costs no accuracy. Where these squares sum up to more than float32 holds, a row becomes 0 or NaN. Rows of any
+        length work (with a gradient below 2**31): up to 24576 elements (12288 in float64) stay in registers, and up to
+        96 KiB of a row that can be read four numbers at a time; longer ones are read twice. The gradients keep up to
+        10240 elements of 16 bits there, 5120 of float32 (8192 if that is a multiple of 16 bytes), and 2048 of float64.
+        On Hopper, longer rows stay on the chip and are read once, up to 6 MiB of a row forward (or of the weight, where
+        it is wider) and 3 MiB backward on an H200, and up to an eighth of that where a row's length is no multiple of
+        16 bytes; for this they must not be float64. All this is for x and an incoming gradient that are of one width,
+        begin at a multiple of 16 bytes and have rows with a multiple of 16 bytes between them, like any new tensor; the
+        gradients of others keep up to 4096 elements, and may be read number by number. The gradients are deterministic:
+        the same inputs on the same GPU give the same bits. (How many rows there are may change the last bits of each.)
+        Second derivatives are supported by autograd, through torch operations, and not by the transforms of
+        ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery
