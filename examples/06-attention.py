@@ -426,7 +426,7 @@ def launch_traced(*args, **meta):
 
 
 q1, k1, v1 = torch.randn(3, 1, 1, 96, 16, device=DEVICE).unbind()
-k1 = k1 * torch.linspace(0.5, 2.5, 96, device=DEVICE)[:, None]  # later keys have larger scores
+k1 = k1 * torch.linspace(0.5, 2.5, 96, device=DEVICE)[:, None]  # scores of later keys spread wider
 out, _ = my_attention(q1, k1, v1, is_causal=True, BLOCK_M=16, BLOCK_N=16, launch=launch_traced)
 (trace,) = traces
 
@@ -831,28 +831,27 @@ ladder
 # sequence is. That is far below the dashed line, and the three lines of PyTorch do not even get there: with 16384
 # positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
 #
-# The small kernel makes none of these trips, and still it is no faster than these lines but at one length:
-# its rate over theirs is :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 512` at 512
-# positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 2048` at 2048 and
-# :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at 16384. At 8192 they fall to
-# :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048 positions on its
-# own rate hardly changes. What it saves is the memory of the scores: this is what the formula is good for by itself.
-# For its rate it depends on the cache instead, and the smaller the tile, the more it asks of that, and the
-# smaller are the pieces that it hands to the matrix unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at
-# least, so tiles of 32 have to make do with an older one. And what happens once for a tile of keys, the maximum, the
-# rescaling, the wait for the next tile, happens for every 32 keys. Speed comes with the tile, above all: 64 queries are
-# :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
-# (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
+# The small kernel makes none of these trips, and still, on an H200, it is no faster than these lines but at one of four
+# lengths (on an H100 but at three): its rate over theirs is :measured:`attention-ladder-fp16: small kernel, 32 × 32 /
+# scores in memory at 512` at 512 positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at
+# 2048` at 2048 and :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at 16384. At
+# 8192 they fall to :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048
+# positions on its own rate hardly changes. What it saves is the memory of the scores: on one GPU this is all that the
+# formula is good for by itself. For its rate it depends on the cache instead, and the smaller the tile, the more it
+# asks of that, and the smaller are the pieces that it hands to the matrix unit. Hopper's own instruction, `wgmma`,
+# multiplies 64 rows at least, so tiles of 32 have to make do with an older one. And what happens once for a tile of
+# keys, the maximum, the rescaling, the wait for the next tile, happens for every 32 keys. Speed comes with the tile,
+# above all: 64 queries are :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast
+# at 16384 positions. (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
-# The fourth version asks the cache for half as much and waits half as often, and still it is slower at every length.
-# Its rate over the third one's is
-# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 512` at 512 positions,
-# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048,
-# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at 8192 and
-# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes from the
-# cache are not enough by themselves. Larger programs have a price, too. There is room
-# for fewer stages, fewer programs share a multiprocessor, eight warps instead of four meet at every tile of keys, and
-# there is less other work to turn to.
+# The fourth version asks the cache for half as much and waits half as often, and still, on an H200, it is slower at
+# every length (on an H100 at 2048 positions alone). Its rate over the third one's is :measured:`attention-ladder-fp16:
+# tiles of 128 × 64 / tiles of 64 × 32 at 512` at 512 positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 /
+# tiles of 64 × 32 at 2048` at 2048, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at
+# 8192 and :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes
+# from the cache are not enough by themselves. Larger programs have a price, too. Their registers leave room for one on
+# a multiprocessor where the third version has three, we gave them two stages, eight warps instead of four meet at every
+# tile of keys, and there is less other work to turn to.
 #
 # What remains is waiting: products and exponentials take turns. On Hopper the last step of the library is the division
 # of labour that the section above describes. It saves few operations (Hopper's forward kernel leaves out a quarter of
@@ -865,9 +864,10 @@ ladder
 # We measure at a fixed number of positions, 16384, and a fixed width of 2048 for all heads together, in float16. The
 # sequences grow from 512 positions to 16384, and their number shrinks. The operations that we divide by the time are
 # :math:`4 S^2 D` for each head of the forward pass, 2.5 times as much for the backward pass, and half of that under a
-# causal mask, whatever a kernel really computes. The peers are cuDNN's attention and FlashAttention-2, by name, so
-# that torch does not choose for us. A backward pass is `torch.autograd.grad` on a graph that is kept, for all alike,
-# with torch's default setting: no determinism asked for. The limit is torch's product of large matrices.
+# causal mask, whatever a kernel really computes. The peers are cuDNN's attention and FlashAttention-2, by name, so that
+# torch does not choose for us. (The latter was written for Ampere. FlashAttention-3, which was written for Hopper,
+# comes not with torch and is not measured.) A backward pass is `torch.autograd.grad` on a graph that is kept, for all
+# alike, with torch's default setting: no determinism asked for. The limit is torch's product of large matrices.
 #
 # A GPU that runs at the limit of its power changes its clock from second to second. So each point is measured twice,
 # the second time with the providers in reverse order.
@@ -1400,11 +1400,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # 16 lanes at least, the fewest that a matrix unit takes, and 4 queries fill a quarter of it.
 #
 # The library takes this way for up to 64 queries in a group (16 in float32, whose products take more registers) and 512
-# keys or more. How many splits are best depends on how full the last round of programs is, which
-# `_num_splits` estimates. Where heads share nothing and are many, more than 66 on an H200, there are no splits: the
-# kernel for many queries has enough programs then, and that most of its tile is empty costs nothing beside reading the
-# keys. In the sweep, 32 heads of queries share 8 or 32 heads of keys, with head dimension 128. What counts is the bytes
-# of :math:`K` and :math:`V`, each once.
+# keys or more. How many splits are best depends on how full the last round of programs is, which `_num_splits`
+# estimates. Where heads share nothing and are many, more than 66 on an H200, there are no splits: the kernel for many
+# queries has programs for half of the GPU or more then, and that most of its tile is empty costs nothing beside reading
+# the keys. (The sweep has 32 and 512 such heads, and none in between.) In the sweep, 32 heads of queries share 8 or 32
+# heads of keys, with head dimension 128. What counts is the bytes of :math:`K` and :math:`V`, each once.
 
 
 @tg.benchmark.perf_report(
@@ -1551,8 +1551,9 @@ tg.benchmark.roofline(report, points, title="Attention, head dimension 128, floa
 
 # %%
 # All points are to the right of the ridge, where slope and flat part meet, and the shortest forward pass is nearest to
-# it: there the matrix unit sets the limit. With the scores in memory they would be at 64 operations per byte at
-# best, however long the sequence: on the slope, where the roof itself is lower than what long sequences reach here.
+# it: there the matrix unit sets the limit. With the scores in memory forward passes would be at 64 operations per byte
+# at best, however long the sequence, and backward passes at some 90: on the slope, where the roof itself is lower than
+# what long sequences reach here.
 
 # %%
 # What the compiler made of it
@@ -1588,11 +1589,11 @@ print(decode_report.summary())
 print(prompt_report.summary())
 
 # %%
-# Some of it can be said beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the
-# curve should be nearly flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start
-# and its division and store at the end, which a short walk along the keys pays for more often. At 16384 positions our
-# curves without a mask are some per cent below their best, and so are cuDNN's of the forward pass; why, we have not
-# measured.
+# The sentences below are about an H200; the page of benchmarks has an H100's curves as well. Some of it can be said
+# beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the curve should be nearly
+# flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start and its division and
+# store at the end, which a short walk along the keys pays for more often. At 16384 positions our curves without a mask
+# are some per cent below their best, and so are cuDNN's of the forward pass; why, we have not measured.
 #
 # Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
 # :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count. That is the
@@ -1661,11 +1662,11 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at worst` to
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at best` the rate of torch's own kernel, and the
 # backward pass at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at worst` to
-# :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. Larger tiles would be quicker, with `wgmma` in
+# :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. Larger tiles might be quicker, with `wgmma` in
 # the place of `mma.sync`. But in Triton 3.6 such kernels read past their tiles for some combinations of sizes, so the
 # library leaves them out. Where the rows of :math:`V`, filled up to a power of two, have another size than those of
 # :math:`Q`, or rows do not begin at multiples of 16 bytes, float32 is multiplied number by number. Head dimensions over
-# 64 are slower than torch in float32; the sweep does not show them.
+# 64 were slower than torch in float32 when we tried; no record holds that.
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for
