@@ -833,8 +833,8 @@ ladder
 #
 # The small kernel makes none of these trips, and still, on an H200, it is no faster than these lines but at one of four
 # lengths (on an H100 but at three): its rate over theirs is :measured:`attention-ladder-fp16: small kernel, 32 × 32 /
-# scores in memory at 512` at 512 positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at
-# 2048` at 2048 and :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at 16384. At
+# scores in memory at 512` at 512 positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory
+# at 2048` at 2048 and :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at 16384. At
 # 8192 they fall to :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048
 # positions on its own rate hardly changes. What it saves is the memory of the scores: on one GPU this is all that the
 # formula is good for by itself. For its rate it depends on the cache instead, and the smaller the tile, the more it
