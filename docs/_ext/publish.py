@@ -65,11 +65,11 @@ def check(site: Path, dest: Path, name: str) -> list[dict]:
 
 def publish(site: Path, dest: Path, name: str) -> None:
     """Add the built `site` to the versions in the folder `dest` as the version `name`."""
-    versions = check(site, dest, name)
     if not (site / "index.html").exists():
         raise ValueError(f"{site} holds no site; make html builds one")
     if 'class="version-banner draft"' in (site / "index.html").read_text(encoding="utf-8"):
         raise ValueError(f"{site} is a draft; make html builds what can be published")
+    versions = check(site, dest, name)
 
     # Beside its place, and moved there when it is complete.
     new = dest / f".{name}.new"
