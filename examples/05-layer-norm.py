@@ -699,12 +699,12 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 #
 # It has to wait for `x` before it has the sums, and for the sums before it can write. It need not wait for weight and
 # bias in between, since they do not depend on the sums. That is why the kernel at the top of the page asks for both
-# together with `x`. In the text this is a matter of taste; in the machine code it is not, as the compiler moves no
-# load across the barriers of a sum. In longer rows, which take the kernel with blocks, weight and bias loaded early
-# wait in registers for as long as the row does. With 6144 numbers of 16 bits there is room for that, and with 2048 if
-# weight and bias are float32. Longer rows would have fewer neighbours on their multiprocessor, which costs more than
-# it saves, unless there are so few that all programs run at once. Then the library loads early, too (with a float32
-# weight and bias up to 4096 numbers). Few rows of more than 10240 numbers it also spreads over more threads.
+# together with `x`. In the text this is a matter of taste; in the machine code it is not, as the compiler moves no load
+# across the barriers of a sum. In longer rows, which take the kernel with blocks, weight and bias loaded early wait in
+# registers for as long as the row does. With 6144 numbers of 16 bits there is room for that, and with 2048 if weight
+# and bias are float32. Longer rows would have fewer neighbours on their multiprocessor, which costs more than it saves,
+# unless there are so few that all programs run at once. Then the library loads early, too. Few rows of more than 10240
+# numbers it also spreads over more threads.
 #
 # Here are rows of 4096 bfloat16 numbers, from one of them to a thousand. We count the bytes of the weight and the bias
 # as well: for one row they are half of all.

@@ -836,13 +836,13 @@ ladder
 # scores in memory at 512` at 512 positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory
 # at 2048` at 2048 and :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at 16384. At
 # 8192 they fall to :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048
-# positions on its own rate hardly changes. What it saves is the memory of the scores: on one GPU this is all that the
-# formula is good for by itself. For its rate it depends on the cache instead, and the smaller the tile, the more it
-# asks of that, and the smaller are the pieces that it hands to the matrix unit. Hopper's own instruction, `wgmma`,
-# multiplies 64 rows at least, so tiles of 32 have to make do with an older one. And what happens once for a tile of
-# keys, the maximum, the rescaling, the wait for the next tile, happens for every 32 keys. Speed comes with the tile,
-# above all: 64 queries are :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast
-# at 16384 positions. (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
+# positions on its own rate hardly changes. What it saves on both is the memory of the scores. For its rate it depends
+# on the cache instead, and the smaller the tile, the more it asks of that, and the smaller are the pieces that it hands
+# to the matrix unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at least, so tiles of 32 have to make do
+# with an older one. And what happens once for a tile of keys, the maximum, the rescaling, the wait for the next tile,
+# happens for every 32 keys. Speed comes with the tile, above all: 64 queries are :measured:`attention-ladder-fp16:
+# tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions. (Smaller changes come with it: full
+# tiles compute no mask, and the scale joins the exponent.)
 #
 # The fourth version asks the cache for half as much and waits half as often, and still, on an H200, it is slower at
 # every length (on an H100 at 2048 positions alone). Its rate over the third one's is :measured:`attention-ladder-fp16:

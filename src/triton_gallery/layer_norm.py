@@ -640,13 +640,14 @@ def _fwd_block(
 ) -> tuple[int, int, bool]:
     """(columns of a block, warps, whether weight and bias are loaded ahead) for a row in registers.
 
-    Measured on an H100, rows of more than 10240 numbers on an H200, too, and on that alone float64, 16-bit rows with
-    a weight and a bias of 32 bits, and those of which it cannot load four numbers at a time.
+    Measured on an H100, rows of more than 10240 numbers on an H200, too, and on that alone float64, many 16-bit
+    rows with a weight and a bias of 32 bits, and those of which it cannot load four numbers at a time.
     """
     n_processors = num_multiprocessors(x.device)
+    many_rows = n_rows > 4 * n_processors
     row_bytes = n_cols * x.element_size()
-    # For each number of x, more than another two of its width.
-    wide = x.element_size() == 2 and sum(t.element_size() for t in (weight, bias) if t is not None) > 4
+    # Many rows that ask for more than two other numbers of their own width with each.
+    wide = many_rows and x.element_size() == 2 and sum(t.element_size() for t in (weight, bias) if t is not None) > 4
     if x.dtype == torch.float64:
         return (512, 2, False) if n_cols < 2048 else (1024, 8, False) if n_cols <= 12288 else (2048, 16, False)
     if not vectorized:
@@ -658,14 +659,14 @@ def _fwd_block(
         return 8192, 32 if cuda_arch(x.device) else 16, False
     if n_cols <= (8192 if wide else 5120) and row_bytes <= 16 * 1024:
         block_n, num_warps = (512, 2) if n_cols < 2048 else (1024, 4)
-    elif n_cols <= 10240 or (12288 < n_cols <= 14848 and n_rows > 4 * n_processors):
+    elif n_cols <= 10240 or (12288 < n_cols <= 14848 and many_rows):
         block_n, num_warps = 2048, 8
     else:
         block_n, num_warps = 4096, 16 if n_rows <= 2 * n_processors and row_bytes <= 64 * 1024 else 8
     # What is loaded ahead takes registers, and so the room of other programs. Short rows leave enough of both; for
     # longer ones it pays if all programs run at once, and for the longest if each has a multiprocessor of its own.
     if n_rows <= 16 // num_warps * n_processors:
-        ahead = row_bytes <= (8 if wide else 64 if n_rows <= n_processors else 32) * 1024
+        ahead = row_bytes <= (64 if n_rows <= n_processors else 32) * 1024
     else:
         ahead = x.element_size() == 2 and n_cols <= (2048 if wide else 6144)
     return block_n, num_warps, ahead
