@@ -632,7 +632,7 @@ def matmul(
         bias: added to every row: shape (N,), (1,) or (), in the dtype of the result; one number where b is a vector.
         activation: None, "relu", "gelu" (with the error function, not the approximation by tanh; where the result has
             16 bits within 3e-7 of it), "silu" or "leaky_relu" (slope 0.01).
-        precision: "highest" multiplies all bits of float32 numbers; "high" and "medium" let the GPU round them to
+        precision: "highest" multiplies all bits of float32 numbers; "high" and "medium" let the GPU shorten them to
             TensorFloat-32, which has 10 bits of mantissa. None follows torch's setting, by
             :func:`torch.set_float32_matmul_precision` or ``torch.backends.cuda.matmul.fp32_precision``. For float8,
             "high" and "medium" let the matrix unit keep its sums with fewer bits; None means "highest". The other
