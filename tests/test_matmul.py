@@ -269,8 +269,8 @@ def test_plans_on_hopper_are_few(along_k, N, K):
     compiled = {"pointer": set(), "specialized": set(), "parts": set()}
     for M in (*range(1, 18), *range(31, 300, 16), *range(300, 5000, 180), 8192, 9000, 16384):
         if matmul_plan._is_large(M, N, K, 1, 2, meta):
-            n_parts, *_, config = specialized._config(M, N, K, 1, 2, False, True, meta)
-            compiled["specialized" if n_parts == 1 else "parts"].add(tuple(config.values()))
+            *tile, n_parts, _, _ = specialized._plan(M, N, K, 1, 2, False, True, meta)
+            compiled["specialized" if n_parts == 1 else "parts"].add(tuple(tile))
         else:
             n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
@@ -287,7 +287,7 @@ def test_there_is_a_plan_on_hopper_for_every_shape(K):
             n_parts, _ = matmul_plan._pointer_config(M, N, K, along_k, 1, 2, meta)
             assert n_parts == 1 or K % (16 * n_parts) == 0
         for itemsize, partial_sums, whole_sectors in ((2, False, False), (2, False, True), (1, True, False)):
-            assert specialized._config(M, N, K, 1, itemsize, partial_sums, whole_sectors, meta)[0] >= 1
+            assert specialized._plan(M, N, K, 1, itemsize, partial_sums, whole_sectors, meta).n_parts >= 1
 
 
 def test_row_counts_share_compilations():

@@ -25,6 +25,7 @@ if "TRITON_INTERPRET" not in os.environ and not (torch.cuda.is_available() or to
         print("triton_gallery: no GPU found; kernels run on CPU tensors in Triton's interpreter.", file=sys.stderr)
 
 from . import benchmark, codegen
+from ._tuning import set_tuning
 from .attention import attention
 from .dropout import dropout
 from .layer_norm import layer_norm, rms_norm
@@ -43,6 +44,7 @@ __all__ = [
     "log_softmax",
     "matmul",
     "rms_norm",
+    "set_tuning",
     "softmax",
     "trace",
 ]

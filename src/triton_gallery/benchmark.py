@@ -58,7 +58,9 @@ def _gpu(function: str) -> torch.device:
     return _device()
 
 
-def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> tuple[float, float, float]:
+def measure(
+    fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None, rep: float = 100
+) -> tuple[float, float, float]:
     """Time `fn` on the GPU, with the L2 cache flushed before each call.
 
     As ``triton.testing.do_bench``, but for three things. The cache is flushed as often as it takes to keep the GPU busy
@@ -74,13 +76,15 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     Args:
         fn: takes no argument and launches the work.
         grad_to_none: tensors whose gradient is dropped before each call, when `fn` is a backward pass.
+        rep: how long the timed calls and their flushes take together, in milliseconds; a quarter as long come before.
 
     Returns:
-        The median, 20 % and 80 % quantile of the calls' times in milliseconds. Calls and flushes take about 100 ms.
+        The median, 20 % and 80 % quantile of the calls' times in milliseconds.
 
     Raises:
         RuntimeError: there is no GPU, or Triton's interpreter is on.
         TypeError: `fn` cannot be called, or `grad_to_none` is no list of tensors.
+        ValueError: `rep` is no number above 0.
 
     Example:
         >>> import torch, triton_gallery as tg
@@ -95,6 +99,8 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     grad_to_none = () if grad_to_none is None else tuple(grad_to_none)
     if others := [x for x in grad_to_none if not isinstance(x, torch.Tensor)]:
         raise TypeError(f"measure: grad_to_none must be a list of tensors, got {type(others[0]).__name__} in it")
+    if not isinstance(rep, numbers.Real) or not 0 < rep < math.inf:
+        raise ValueError(f"measure: rep must be a number of milliseconds above 0, got {rep!r}")
     tiny = torch.zeros(1, device=_gpu("measure"))
     driver = triton.runtime.driver.active
     device, cache = driver.get_device_interface(), driver.get_empty_cache_for_benchmark()
@@ -136,8 +142,8 @@ def measure(fn: Callable, *, grad_to_none: list[torch.Tensor] | None = None) -> 
     flush_ms = run(lambda: driver.clear_cache(cache), 5, 1).median().item()
     n_flushes = max(1, math.ceil(2 * host_ms / flush_ms))
     call_ms = (1 + n_flushes) * flush_ms + run(fn, 5, n_flushes).median().item()
-    run(fn, math.ceil(25 / call_ms), n_flushes)
-    times = run(fn, math.ceil(100 / call_ms), n_flushes)
+    run(fn, math.ceil(rep / 4 / call_ms), n_flushes)
+    times = run(fn, math.ceil(rep / call_ms), n_flushes)
     return tuple(times.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist())
 
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, pdl, scratch
+from .._tuning import is_tuning, run_quickest
 from ..matmul import _activate, launch_tiles, loads_are_wide
 from . import load
 from .matmul import FLOAT8, can_address, is_transposed
@@ -323,6 +324,46 @@ def _copies_pay(M: int, N: int, K: int) -> bool:
     return min(M, N) >= 64 and max(operations / 80e6, K / 22) > operations / 600e6 + 10 + 4 * n_elements / 3e6
 
 
+def _by_pointers(
+    n_parts: int, config: dict[str, int], a, b, bias, out, pre, activation, reduced: bool, batch: tuple
+) -> None:
+    in_parts(
+        lambda *arguments: launch_tiles(*arguments, reduced, config), n_parts, a, b, bias, out, pre, activation, batch
+    )
+
+
+def _by_tma(plan: tuple | None, a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> None:
+    specialized = load("matmul_specialized")
+    if specialized is None:
+        load("matmul").multiply(a, b, bias, out, pre, activation, reduced, batch)
+        return
+    if batch[0] == (1,) and a.dtype not in FLOAT8 and a.shape[-2] >= _COPY_ROWS:
+        b = _aligned(b, SECTOR)
+    specialized.multiply(a, b, bias, out, pre, activation, reduced, batch, plan)
+
+
+def _by_rules(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> None:
+    (M, N), K = out.shape[-2:], a.shape[-1]
+    n_matrices = out.numel() // (M * N)
+    tma, specialized = load("matmul"), load("matmul_specialized")
+    wide = loads_are_wide(a) and loads_are_wide(b)
+    if tma.supports(a, b, batch) and (specialized or tma.has_tiles(out)):
+        if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or (not wide and min(M, N) >= 64):
+            _by_tma(None, a, b, bias, out, pre, activation, reduced, batch)
+            return
+    elif specialized and n_matrices == 1 and a.dtype not in FLOAT8 and _copies_pay(M, N, K):
+        specialized.multiply(
+            _aligned(a, 16), _aligned(b, 16), bias, out, pre, activation, reduced, ((1,), [(0,), (0,)])
+        )
+        return
+    if wide:
+        along_k = a.stride(-1) == b.stride(-2) == 1
+        n_parts, config = _pointer_config(M, N, K, along_k, n_matrices, a.element_size(), a.device)
+        _by_pointers(n_parts, config, a, b, bias, out, pre, activation, reduced, batch)
+    else:
+        launch_tiles(a, b, bias, out, pre, activation, batch, reduced)
+
+
 def multiply(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -337,27 +378,68 @@ def multiply(
 
     `batch` is what `collapse` gives for the batch dimensions: their sizes, then the strides of a and of b.
     """
-    (M, N), K = out.shape[-2:], a.shape[-1]
-    n_matrices = out.numel() // (M * N)
-    tma, specialized = load("matmul"), load("matmul_specialized")
-    wide = loads_are_wide(a) and loads_are_wide(b)
-    if tma.supports(a, b, batch) and (specialized or tma.has_tiles(out)):
-        if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or (not wide and min(M, N) >= 64):
-            if specialized and n_matrices == 1 and a.dtype not in FLOAT8 and M >= _COPY_ROWS:
-                b = _aligned(b, SECTOR)
-            (specialized or tma).multiply(a, b, bias, out, pre, activation, reduced, batch)
-            return
-    elif specialized and n_matrices == 1 and a.dtype not in FLOAT8 and _copies_pay(M, N, K):
-        specialized.multiply(
-            _aligned(a, 16), _aligned(b, 16), bias, out, pre, activation, reduced, ((1,), [(0,), (0,)])
-        )
+    arguments = a, b, bias, out, pre, activation, reduced, batch
+    if not (is_tuning() and _has_choices(a, b, batch)):
+        _by_rules(*arguments)
         return
-    if wide:
-        along_k = a.stride(-1) == b.stride(-2) == 1
-        n_parts, config = _pointer_config(M, N, K, along_k, n_matrices, a.element_size(), a.device)
-        in_parts(
-            lambda *arguments: launch_tiles(*arguments, reduced, config),
-            n_parts, a, b, bias, out, pre, activation, batch,
-        )  # fmt: skip
+
+    def run(choice):
+        if choice is None:
+            _by_rules(*arguments)
+        elif choice[0] == "pointers":
+            _by_pointers(*choice[1:], *arguments)
+        else:
+            _by_tma(choice[1:], *arguments)
+
+    run_quickest("matmul", _in_words(*arguments), lambda: _choices(*arguments), run, a.device)
+
+
+# --- tuning -----------------------------------------------------------------------------------------------------------
+
+
+def _has_choices(a: torch.Tensor, b: torch.Tensor, batch: tuple) -> bool:
+    wide = loads_are_wide(a) and loads_are_wide(b)
+    return a.is_cuda and wide and load("matmul_specialized") is not None and load("matmul").supports(a, b, batch)
+
+
+def _choices(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> list[list]:
+    """What may be quicker than `_by_rules`: arguments of `_by_pointers` or a plan for `_by_tma`."""
+    (M, N), K, ((n_matrices,), _) = out.shape[-2:], a.shape[-1], batch
+    n_processors, itemsize = num_multiprocessors(a.device), a.element_size()
+    partial_sums = a.dtype in FLOAT8 and not reduced
+    plans = load("matmul_specialized").plans(M, N, K, n_matrices, itemsize, partial_sums, a.device)
+    choices = [["by TMA", *plan] for plan in plans]
+    if min(M, N) <= 32:
+        tiles = [(width, 16) if N <= 32 else (16, width) for width in (32, 64, 128)]
     else:
-        launch_tiles(a, b, bias, out, pre, activation, batch, reduced)
+        tiles = [(64, 32), (64, 64), (64, 128), (128, 64), (128, 128)]
+    for block_m, block_n in tiles:
+        n_tiles = n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
+        if n_tiles > 4 * n_processors:  # all of them together would read too much
+            continue
+        parts = _equal_parts(K, n_tiles, a.device) if n_matrices == 1 else [1]
+        for n_parts in sorted({parts[0], parts[len(parts) // 2], parts[-1]}):
+            for step_bytes in (64, 128, 256):
+                block_k = step_bytes // itemsize
+                # A short K takes short steps, a long one long ones.
+                if K <= 256 if step_bytes == 64 else block_k <= K // n_parts:
+                    config = dict(
+                        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8,
+                        num_warps=8 if block_m * block_n >= 128 * 64 else 4,
+                        num_stages=min(6, 176 * 1024 // ((block_m + block_n) * step_bytes)),
+                    )  # fmt: skip
+                    choices.append(["pointers", n_parts, config])
+    return choices
+
+
+def _in_words(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> str:
+    """All that the time of a product depends on."""
+    (M, N), K, ((n_matrices,), strides) = out.shape[-2:], a.shape[-1], batch
+    layouts = "".join("t" if is_transposed(x) else "n" for x in (a, b))
+    dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((a.dtype, b.dtype)))
+    words = [f"{M} x {N} x {K} {layouts}", dtypes, f"rows {row_bytes(a)} and {row_bytes(b)} bytes apart"]
+    if n_matrices > 1:
+        words.append(f"{n_matrices} matrices, {' and '.join(str(stride[0]) for stride in strides)} numbers apart")
+    also = {"bias": bias is not None, f"{activation}": activation, "both outputs": pre is not None}
+    also |= {"short sums": reduced and a.dtype in FLOAT8}
+    return ", ".join(words + [word for word, holds in also.items() if holds])

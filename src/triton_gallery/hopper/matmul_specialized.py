@@ -17,6 +17,7 @@ REST_N another, each with a descriptor for b, a place in shared memory, and sums
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -602,50 +603,32 @@ def _blocks(n_cols: int) -> tuple[int, int]:
     return block_n, n_cols - block_n
 
 
-@functools.lru_cache(4096)
-def _config(
-    M: int,
-    N: int,
-    K: int,
-    n_matrices: int,
-    itemsize: int,
-    partial_sums: bool,
-    whole_sectors: bool,
-    device: torch.device,
-) -> tuple[int, int, bool, dict[str, int]]:
-    """The quickest: parts of K, sharing programs, whether by rows, and the tile."""
+class Plan(NamedTuple):
+    """How a product is computed."""
+
+    n_consumers: int
+    n_cols: int  # of a tile
+    n_parts: int  # of K, which a second kernel adds up
+    n_sharing: int  # programs that share each tile of the last round
+    by_rows: bool  # whether they divide its rows, or else K
+
+
+def _count_tiles(M: int, N: int, n_matrices: int, n_consumers: int, n_cols: int) -> int:
+    return n_matrices * cdiv(M, n_consumers * BLOCK_M) * cdiv(N, n_cols)
+
+
+def plans(
+    M: int, N: int, K: int, n_matrices: int, itemsize: int, partial_sums: bool, device: torch.device
+) -> list[Plan]:
+    """All that there are for a product."""
     n_places = num_multiprocessors(device)
-    all_memory_us = n_matrices * memory_us(M, N, K, itemsize)
 
-    def n_tiles(tile):
-        n_consumers, n_cols = tile[:2]
-        return n_matrices * cdiv(M, n_consumers * BLOCK_M) * cdiv(N, n_cols)
-
-    def time(choice):
-        tile, n_parts, n_sharing, by_rows = choice
-        n_consumers, n_cols, _, rate = tile
-        if n_cols <= 128 and not whole_sectors:
-            rate *= _SPLIT_SECTORS
-        part_k = cdiv(K * itemsize, n_parts * STEP_BYTES) * STEP_BYTES / 2
-        tile_us = n_consumers * BLOCK_M * n_cols * part_k / rate
-        n_rounds = n_tiles(tile) // n_places
-        after_us = 0
-        if by_rows:
-            busy_us = n_rounds * tile_us + BLOCK_M * n_cols * part_k / _ALONE_PER_US
-        elif n_sharing > 1:
-            busy_us = (n_rounds + 1 / n_sharing) * tile_us
-            after_us = _SHARING_US
-        else:
-            busy_us = cdiv(n_tiles(tile) * n_parts, n_places) * tile_us
-            after_us = sum_us(n_parts, M * N)
-        return max(busy_us, all_memory_us) + after_us
-
-    def possible_sharing(tile):
+    def possible_sharing(n_consumers, n_cols):
         """Numbers of programs that may share a tile of the last round, and whether they divide its rows or K."""
-        n_consumers, n_cols = tile[:2]
-        n_last = n_tiles(tile) % n_places
+        n_tiles = _count_tiles(M, N, n_matrices, n_consumers, n_cols)
+        n_last = n_tiles % n_places
         # Without a full round before it smaller tiles are quicker, or parts of K, which all multiprocessors add up.
-        if n_last == 0 or n_tiles(tile) < n_places:
+        if n_last == 0 or n_tiles < n_places:
             return
         if 1 < n_consumers <= n_places // n_last:
             yield n_consumers, True
@@ -656,22 +639,54 @@ def _config(
 
     # A second accumulator leaves no registers for more than 128 columns.
     tiles, part_tiles = (
-        [tile for tile in tiles if not partial_sums or tile[1] <= 128] for tiles in (_TILES, _PART_TILES)
+        [tile[:2] for tile in tiles if not partial_sums or tile[1] <= 128] for tiles in (_TILES, _PART_TILES)
     )
-    choices = [(tile, 1, 1, False) for tile in tiles]
-    choices += [(tile, 1, *sharing) for tile in tiles for sharing in possible_sharing(tile)]
+    found = [Plan(*tile, 1, 1, False) for tile in tiles]
+    found += [Plan(*tile, 1, *sharing) for tile in tiles for sharing in possible_sharing(*tile)]
     if n_matrices == 1:
         for tile in part_tiles:
-            choices += [(tile, n, 1, False) for n in possible_parts(K, n_tiles(tile), device) if n > 1]
-    (n_consumers, n_cols, stages, _), n_parts, n_sharing, by_rows = min(choices, key=time)
-    block_n, rest_n = _blocks(n_cols)
-    return n_parts, n_sharing, by_rows, dict(
-        BLOCK_N=block_n,
-        REST_N=rest_n,
-        NUM_CONSUMERS=n_consumers,
-        STAGES=stages,
-        REGISTERS=160 if n_consumers == 3 else 240,
-    )  # fmt: skip
+            n_parts = possible_parts(K, _count_tiles(M, N, 1, *tile), device)
+            found += [Plan(*tile, n, 1, False) for n in n_parts if n > 1]
+    return found
+
+
+@functools.lru_cache(4096)
+def _plan(
+    M: int,
+    N: int,
+    K: int,
+    n_matrices: int,
+    itemsize: int,
+    partial_sums: bool,
+    whole_sectors: bool,
+    device: torch.device,
+) -> Plan:
+    """The one that should be the quickest."""
+    n_places = num_multiprocessors(device)
+    all_memory_us = n_matrices * memory_us(M, N, K, itemsize)
+    rates = {tile[:2]: tile[3] for tile in _TILES}
+
+    def time(plan):
+        n_consumers, n_cols, n_parts, n_sharing, by_rows = plan
+        rate = rates[n_consumers, n_cols]
+        if n_cols <= 128 and not whole_sectors:
+            rate *= _SPLIT_SECTORS
+        part_k = cdiv(K * itemsize, n_parts * STEP_BYTES) * STEP_BYTES / 2
+        tile_us = n_consumers * BLOCK_M * n_cols * part_k / rate
+        n_tiles = _count_tiles(M, N, n_matrices, n_consumers, n_cols)
+        n_rounds = n_tiles // n_places
+        after_us = 0
+        if by_rows:
+            busy_us = n_rounds * tile_us + BLOCK_M * n_cols * part_k / _ALONE_PER_US
+        elif n_sharing > 1:
+            busy_us = (n_rounds + 1 / n_sharing) * tile_us
+            after_us = _SHARING_US
+        else:
+            busy_us = cdiv(n_tiles * n_parts, n_places) * tile_us
+            after_us = sum_us(n_parts, M * N)
+        return max(busy_us, all_memory_us) + after_us
+
+    return min(plans(M, N, K, n_matrices, itemsize, partial_sums, device), key=time)
 
 
 def multiply(
@@ -683,17 +698,22 @@ def multiply(
     activation: str | None,
     reduced: bool,
     batch: tuple,
+    plan: tuple | None = None,
 ) -> None:
-    """What `hopper.matmul.multiply` does, with this module's kernel; out and pre may have any number of columns."""
+    """What `hopper.matmul.multiply` does, with this module's kernel; out and pre may have any number of columns.
+
+    `plan` is one of `plans`; None means the one that should be the quickest.
+    """
     (M, N), K = out.shape[-2:], a.shape[-1]
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     partial_sums = a.dtype in FLOAT8 and not reduced
-    whole_sectors = all(row_bytes(x) % SECTOR == 0 for x in (a, b))
-    n_parts, n_sharing, by_rows, config = _config(
-        M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device
-    )
-    block_k, block_n, rest_n = STEP_BYTES // a.element_size(), config["BLOCK_N"], config["REST_N"]
-    tiles_m, tiles_n = cdiv(M, BLOCK_M * config["NUM_CONSUMERS"]), cdiv(N, block_n + rest_n)
+    if plan is None:
+        whole_sectors = all(row_bytes(x) % SECTOR == 0 for x in (a, b))
+        plan = _plan(M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device)
+    n_consumers, n_cols, n_parts, n_sharing, by_rows = plan
+    block_k = STEP_BYTES // a.element_size()
+    block_n, rest_n = _blocks(n_cols)
+    tiles_m, tiles_n = cdiv(M, BLOCK_M * n_consumers), cdiv(N, n_cols)
     a_transposed, b_transposed = is_transposed(a), is_transposed(b)
 
     def describe(x, stride, rows, cols, transposed):
@@ -704,9 +724,11 @@ def multiply(
         describe(b, b_stride, block_k, block_n, b_transposed),
         describe(b, b_stride, block_k, rest_n, b_transposed) if rest_n else None,
     )
-    config = config | dict(
-        BLOCK_M=BLOCK_M, BLOCK_K=block_k, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
-        PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
+    config = dict(
+        BLOCK_N=block_n, REST_N=rest_n, NUM_CONSUMERS=n_consumers,
+        STAGES=next(stages for *tile, stages, _ in _TILES if tile == [n_consumers, n_cols]),
+        REGISTERS=160 if n_consumers == 3 else 240, BLOCK_M=BLOCK_M, BLOCK_K=block_k,
+        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if n_parts > 1:
         part_k = cdiv(K, n_parts * block_k) * block_k
@@ -728,7 +750,7 @@ def multiply(
         sum_parts(parts, bias, out, pre, activation)
         return
     # The only consumer has nobody to work while it stores, so it does that at once; so do those of two blocks.
-    out_cols = block_n if config["NUM_CONSUMERS"] == 1 or rest_n else block_n // 2
+    out_cols = block_n if n_consumers == 1 or rest_n else block_n // 2
     out_desc, pre_desc = (
         descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, out_cols])
         if x is not None and x.stride(-2) * x.element_size() % 16 == 0
@@ -736,9 +758,9 @@ def multiply(
         for x in (out, pre)
     )
     if n_sharing > 1 and not by_rows:
-        sums = scratch((n_programs, config["NUM_CONSUMERS"], BLOCK_M, block_n), torch.float32, a.device)
-        mail = mailboxes(n_programs, config["NUM_CONSUMERS"], a.device)
-    elif config["NUM_CONSUMERS"] > 1 and rest_n == 0:
+        sums = scratch((n_programs, n_consumers, BLOCK_M, block_n), torch.float32, a.device)
+        mail = mailboxes(n_programs, n_consumers, a.device)
+    elif n_consumers > 1 and rest_n == 0:
         # Nobody looks there. They save a compiled kernel for products that divide no K.
         start = out.as_strided((4,), (1,))
         sums, mail = start.view(torch.float32), start.view(torch.int64)
