@@ -398,8 +398,7 @@ def multiply(
 
 
 def _has_choices(a: torch.Tensor, b: torch.Tensor, batch: tuple) -> bool:
-    wide = loads_are_wide(a) and loads_are_wide(b)
-    return a.is_cuda and wide and load("matmul_specialized") is not None and load("matmul").supports(a, b, batch)
+    return a.is_cuda and load("matmul_specialized") is not None and load("matmul").supports(a, b, batch)
 
 
 def _choices(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> list[list]:
@@ -409,6 +408,8 @@ def _choices(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> l
     partial_sums = a.dtype in FLOAT8 and not reduced
     plans = load("matmul_specialized").plans(M, N, K, n_matrices, itemsize, partial_sums, a.device)
     choices = [["by TMA", *plan] for plan in plans]
+    if not (loads_are_wide(a) and loads_are_wide(b)):
+        return choices
     if min(M, N) <= 32:
         tiles = [(width, 16) if N <= 32 else (16, width) for width in (32, 64, 128)]
     else:
