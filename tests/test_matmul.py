@@ -877,11 +877,11 @@ def batch_of(a, b):
     return shape, collapse(shape, *strides)
 
 
-def run_tma(tma, a, b, bias=None, activation=None, save_pre=False, reduced=False):
+def run_tma(tma, a, b, bias=None, activation=None, save_pre=False, reduced=False, plan=()):
     shape, batch = batch_of(a, b)
     dtype = torch.bfloat16 if a.dtype in FLOAT8 else a.dtype
     out, pre = torch.empty(2, *shape, a.shape[-2], b.shape[-1], dtype=dtype, device=DEVICE)
-    tma.multiply(a, b, bias, out, pre if save_pre else None, activation, reduced, batch)
+    tma.multiply(a, b, bias, out, pre if save_pre else None, activation, reduced, batch, *plan)
     return out, pre
 
 
@@ -940,13 +940,16 @@ def specialized(monkeypatch):
     if module is None:
         pytest.skip("needs a Hopper GPU")
     # Without its memory, as tests change what it depends on.
-    monkeypatch.setattr(module, "_config", module._config.__wrapped__)
+    monkeypatch.setattr(module, "_plan", module._plan.__wrapped__)
     return module
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 def test_every_tile_of_the_tma_kernels_matches_torch(tma, layout, monkeypatch):
+    if hasattr(tma, "_plan"):
+        # Without its memory, as this changes what it depends on.
+        monkeypatch.setattr(tma, "_plan", tma._plan.__wrapped__)
     a, b, bias = random_product(1000, 776, 520, layout)
     for tile in tma._TILES:
         monkeypatch.setattr(tma, "_TILES", (tile,))
@@ -984,78 +987,59 @@ def test_thin_product_with_a_long_k(shape, layout):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
-def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout, monkeypatch):
+def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout):
     a, b, bias = random_product(300, 265, 9000, layout)
     wide = [x.double() for x in (a, b, bias)]
     a, b = (matmul_plan._aligned(x, 16) for x in (a, b))
-    monkeypatch.setattr(specialized, "_TILES", ())
     for tile in specialized._PART_TILES:
-        monkeypatch.setattr(specialized, "_PART_TILES", (tile,))
         for n_parts in (2, 3, 5):
-            monkeypatch.setattr(specialized, "possible_parts", lambda *args, n=n_parts: [1, n])
-            out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
+            plan = [specialized.Plan(*tile[:2], n_parts, 1, False)]
+            out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True, plan=plan)
             assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), torch_matmul(*wide, "gelu"), floor=1e-6)
             assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), torch_matmul(*wide), floor=1e-6)
-            assert all(torch.equal(run_tma(specialized, a, b, bias, "gelu")[0], out) for _ in range(5))
-
-
-@pytest.fixture
-def force_sharing(specialized, monkeypatch):
-    """Makes n programs share each tile of the last round, by its rows or by K."""
-    if num_multiprocessors(DEVICE) != 132:
-        pytest.skip("the sizes are for 132 multiprocessors")
-    monkeypatch.setattr(specialized, "_PART_TILES", ())
-
-    def force(tile, n_sharing, by_rows):
-        monkeypatch.setattr(specialized, "_TILES", (tile, tile))
-        monkeypatch.setattr(specialized, "_MAX_SHARING", 1 if by_rows else n_sharing)
-        monkeypatch.setattr(specialized, "_ALONE_PER_US", 1e12 if by_rows else 1)
-        monkeypatch.setattr(specialized, "_SHARING_US", -1e6)
-
-    return force
+            assert all(torch.equal(run_tma(specialized, a, b, bias, "gelu", plan=plan)[0], out) for _ in range(5))
 
 
 # Sizes for which the tile has more than one round, and the last one few.
 SHARED = {0: (2304, 2240, 2056), 1: (2112, 1560, 2200), 2: (2176, 1023, 2056), 3: (2176, 1303, 2056)}
 
 
-def ways_to_share(tile):
-    """Numbers of programs, and whether they divide rows; tiles of two blocks of columns are never divided along K."""
-    n_consumers, n_cols = tile[:2]
+def plans_that_share(specialized, tile, *sizes):
+    """All with this tile, of which two to four programs divide rows or K; tiles of two blocks of columns only rows."""
+    if num_multiprocessors(DEVICE) != 132:
+        pytest.skip("the sizes are for 132 multiprocessors")
+    n_consumers, n_cols = specialized._TILES[tile][:2]
+    plans = [plan for plan in specialized.plans(*sizes, DEVICE) if plan[:2] == (n_consumers, n_cols)]
+    plans = [plan for plan in plans if plan.n_sharing > 1]
     along_k = [(2, False), (3, False), (4, False)] if n_cols.bit_count() == 1 else []
-    return [*along_k, (n_consumers, True)]
+    assert [plan[3:] for plan in plans] == [(n_consumers, True), *along_k]
+    return plans
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize("tile", SHARED)
-def test_every_tile_that_programs_share(specialized, force_sharing, tile, layout):
+def test_every_tile_that_programs_share(specialized, tile, layout):
     M, N, K = SHARED[tile]
     a, b, bias = random_product(M, N, K, layout)
     wide = [x.double() for x in (a, b, bias)]
     expected, before = torch_matmul(*wide, "gelu"), torch_matmul(*wide)
     a, b = (matmul_plan._aligned(x, 16) for x in (a, b))
-    tiles = specialized._TILES
-    for n_sharing, by_rows in ways_to_share(tiles[tile]):
-        force_sharing(tiles[tile], n_sharing, by_rows)
-        assert specialized._config(M, N, K, 1, 2, False, True, DEVICE)[:3] == (1, n_sharing, by_rows)
-        out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
+    for plan in plans_that_share(specialized, tile, M, N, K, 1, 2, False):
+        out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True, plan=[plan])
         assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), expected, floor=1e-6)
         assert_as_accurate_as_torch(pre, torch_matmul(a, b, bias), before, floor=1e-6)
-        assert all(torch.equal(run_tma(specialized, a, b, bias, "gelu")[0], out) for _ in range(20))
+        assert all(torch.equal(run_tma(specialized, a, b, bias, "gelu", plan=[plan])[0], out) for _ in range(20))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tile", "reduced"), [(1, False), (1, True), (2, False), (2, True), (3, True)])
-def test_every_tile_that_programs_share_in_float8(specialized, force_sharing, tile, reduced):
+def test_every_tile_that_programs_share_in_float8(specialized, tile, reduced):
     M, N, K = SHARED[tile][0], SHARED[tile][1] // 8 * 8, 2 * SHARED[tile][2] // 16 * 16
     a, b = random(M, K).to(torch.float8_e4m3fn), random(N, K).to(torch.float8_e5m2).t()
     expected = a.double() @ b.double()
-    tiles = specialized._TILES
-    for n_sharing, by_rows in ways_to_share(tiles[tile]):
-        force_sharing(tiles[tile], n_sharing, by_rows)
-        assert specialized._config(M, N, K, 1, 1, not reduced, True, DEVICE)[:3] == (1, n_sharing, by_rows)
-        out, _ = run_tma(specialized, a, b, reduced=reduced)
+    for plan in plans_that_share(specialized, tile, M, N, K, 1, 1, not reduced):
+        out, _ = run_tma(specialized, a, b, reduced=reduced, plan=[plan])
         assert_as_accurate_as_torch(out, a.bfloat16() @ b.bfloat16(), expected, floor=1e-6)
 
 
@@ -1063,7 +1047,7 @@ def test_every_tile_that_programs_share_in_float8(specialized, force_sharing, ti
 def test_shared_tiles_on_two_streams_and_in_a_graph(specialized):
     """Calls at the same time have sums of their own."""
     M, N, K = 2112, 2496, 8192
-    if specialized._config(M, N, K, 1, 2, False, True, DEVICE)[1:3] != (3, False):
+    if specialized._plan(M, N, K, 1, 2, False, True, DEVICE)[3:] != (3, False):
         pytest.skip("the size is for 132 multiprocessors")
     products = [random_product(M, N, K, "nn")[:2] for _ in range(2)]
     expected = [tg.matmul(a, b) for a, b in products]
@@ -1092,25 +1076,24 @@ def test_who_shares_a_tile_has_a_part_of_it():
     shared = {False: 0, True: 0}
     for M, N, K in itertools.product((192, 1000, 1792, 2304, 4100, 5120), (128, 2496, 2560, 5120), (1032, 4096, 9000)):
         for itemsize, partial_sums in ((2, False), (1, False), (1, True)):
-            plan = specialized._config(M, N, K, 1, itemsize, partial_sums, True, meta)
-            n_parts, n_sharing, by_rows, config = plan
+            plan = specialized._plan(M, N, K, 1, itemsize, partial_sums, True, meta)
+            n_consumers, n_cols, n_parts, n_sharing, by_rows = plan
             if n_sharing > 1:
                 shared[by_rows] += 1
-                n_cols = config["BLOCK_N"] + config["REST_N"]
-                n_tiles = cdiv(M, config["NUM_CONSUMERS"] * specialized.BLOCK_M) * cdiv(N, n_cols)
+                n_tiles = cdiv(M, n_consumers * specialized.BLOCK_M) * cdiv(N, n_cols)
                 assert n_parts == 1 and 0 < n_tiles % 132 * n_sharing <= 132
                 if by_rows:
-                    assert n_sharing == config["NUM_CONSUMERS"]
+                    assert n_sharing == n_consumers
                 else:
                     steps = cdiv(K * itemsize, 128)
                     assert n_tiles > 132 and cdiv(steps, n_sharing) * (n_sharing - 1) < steps
     assert min(shared.values()) > 10
     # What other tests and the sanitizer take for such products.
-    assert specialized._config(2112, 2496, 4096, 1, 2, False, True, meta)[1:3] == (3, False)
-    assert specialized._config(2112, 2496, 8192, 1, 2, False, True, meta)[1:3] == (3, False)
-    assert specialized._config(1024, 1024, 1024, 3, 2, False, True, meta)[1:3] == (2, True)
-    assert specialized._config(2432, 2048, 8192, 1, 2, False, True, meta)[1:3] == (4, False)
-    assert specialized._config(2432, 2048, 8192, 1, 1, True, True, meta)[1:3] == (3, False)
+    assert specialized._plan(2112, 2496, 4096, 1, 2, False, True, meta)[3:] == (3, False)
+    assert specialized._plan(2112, 2496, 8192, 1, 2, False, True, meta)[3:] == (3, False)
+    assert specialized._plan(1024, 1024, 1024, 3, 2, False, True, meta)[3:] == (2, True)
+    assert specialized._plan(2432, 2048, 8192, 1, 2, False, True, meta)[3:] == (4, False)
+    assert specialized._plan(2432, 2048, 8192, 1, 1, True, True, meta)[3:] == (3, False)
 
 
 @pytest.mark.gpu
