@@ -371,16 +371,17 @@ def test_outputs_that_take_turns_in_memory_are_all_written(dtype, device):
 
 
 def test_traces_and_calls_in_several_threads(device):
-    def trace():
+    def trace(_):
         return len(traced_copy(device)[0].accesses)
 
-    def call():
-        x = torch.randn(3, 5, device=device)
+    def call(i):
+        x = torch.randn(3, 2**i + 1, device=device)  # compiled for each
         torch.testing.assert_close(tg.softmax(x), torch.softmax(x, -1))
         return 8
 
     with ThreadPoolExecutor(4) as pool:
-        assert [future.result() for future in [pool.submit(f) for f in [trace, call] * 10]] == [8] * 20
+        futures = [pool.submit(function, i) for i in range(10) for function in (trace, call)]
+        assert [future.result() for future in futures] == [8] * 20
 
 
 def test_watched_variables_are_recorded_whenever_they_change(device):
@@ -530,7 +531,33 @@ assert "_semantic" in inspect.signature(gl.exp2).parameters
 """
 
 
-@pytest.mark.parametrize("script", [COMPILE_TRACE_COMPILE, TRACE_FIRST], ids=["in between", "first"])
+AT_ONCE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+sys.path.insert(0, {tests!r})
+import torch
+import triton_gallery as tg
+import triton
+import test_trace
+from triton_gallery import _launch, codegen
+
+def trace(_):  # for a while
+    tg.trace(test_trace._rows_kernel, (2,), torch.randn(400, 8), torch.empty(2), 400, 8, BLOCK=8)
+
+def call(i):
+    tg.softmax(torch.empty(3, 2**i + 1, device="meta"))  # a kernel for each length
+
+triton.runtime.driver.set_active(codegen._TargetDriver(0, "sm_90"))
+with _launch.compile_only() as compiled, ThreadPoolExecutor(4) as pool:
+    for future in [pool.submit(function, i) for i in range(2, 10) for function in (trace, call)]:
+        future.result()
+assert len(compiled) == 8
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [COMPILE_TRACE_COMPILE, TRACE_FIRST, AT_ONCE], ids=["in between", "first", "at once"]
+)
 def test_trace_works_in_a_process_that_compiles(tmp_path, script):
     script = script.format(tests=os.path.dirname(__file__))
     settings = {"TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -137,14 +137,16 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
 
     device = next(tensor_of(arg).device for arg in args if tensor_of(arg) is not None)
     if device.type == "meta":
-        compilations.append(kernel.warmup(*args, grid=grid, **meta))
+        with interpreter_lock:
+            compilations.append(kernel.warmup(*args, grid=grid, **meta))
         return
     args = [int(arg) if type(arg) is Varying else arg for arg in args]
     with _current(device):
         if INTERPRET:
             launch_interpreted(kernel, grid, args, meta)
             return
-        compiled = kernel[grid](*args, **meta)
+        with interpreter_lock:
+            compiled = kernel[grid](*args, **meta)
         if key is not None:
             parameters = list(kernel.signature.parameters.values())[len(args) :]
             constants = tuple(meta.get(parameter.name, parameter.default) for parameter in parameters)
@@ -273,7 +275,8 @@ def descriptor(
 # --- without a GPU ----------------------------------------------------------------------------------------------------
 
 
-# The interpreter keeps the program that runs in a global variable; what wraps it, as a trace does, holds this, too.
+# The interpreter keeps the program that runs in a global variable; what wraps it, as a trace does, holds this, too. So
+# does who may compile: meanwhile a trace would put the interpreter's functions in place of the compiler's.
 interpreter_lock = threading.RLock()
 
 
