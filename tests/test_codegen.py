@@ -262,7 +262,9 @@ def test_kernels_that_are_launched_without_the_package(outcomes):
 
 
 def test_settings_of_torch_are_those_of_the_call():
-    x, q, before = empty(64, 64, dtype=torch.float32), empty(1, 2, 128, 64), torch.get_float32_matmul_precision()
+    # One that other tests compile as well.
+    q = empty(4, 8, 2048, 64)
+    x, before = empty(64, 64, dtype=torch.float32), torch.get_float32_matmul_precision()
     calls = [(triton_gallery.matmul, [x, x], {}, False), (triton_gallery.attention, [q, q, q], {}, True)]
 
     def kernels(precision, deterministic):

@@ -13,9 +13,13 @@ from conftest import CHROMIUM, KINDS, PAGES, each_kind
 RESULTS = "search.html?q=softmax"
 LOOKS = [(width, theme) for width in (360, 1280) for theme in ("light", "dark")]
 FUNCTIONS = r"python-api/(?!index|benchmark|codegen|trace)"
-# One page of each kind in both widths and both themes, the others in one look, by turns. The pages of functions are
-# alike: but for the one among the kinds, `make audit` looks at them.
-LOOKED_AT = [(name, LOOKS[j]) for i, name in enumerate((*KINDS, RESULTS)) for j in ((0, 3), (1, 2))[i % 2]]
+# Every page in one look, by turns. `make audit` sees one page of each kind in all looks, and those pages of functions
+# that are not among the kinds: they are alike.
+LOOKED_AT = [
+    pytest.param(name, look, marks=[pytest.mark.slow] * (j != i % len(LOOKS)))
+    for i, name in enumerate((*KINDS, RESULTS))
+    for j, look in enumerate(LOOKS)
+]
 LOOKED_AT += [
     pytest.param(name, LOOKS[i % len(LOOKS)], marks=[pytest.mark.slow] * bool(re.match(FUNCTIONS, name)))
     for i, name in enumerate(PAGES)
@@ -55,8 +59,14 @@ TABBABLE = """() => [...document.querySelectorAll('a[href], button, input, summa
   e => e.type !== 'hidden' && e.checkVisibility({visibilityProperty: true}) && (e.type !== 'radio' || e.checked))"""
 
 
-@each_kind
-@pytest.mark.parametrize("width", [360, 1440])
+@pytest.mark.parametrize(
+    ("page_name", "width"),
+    [
+        pytest.param(name, width, marks=[pytest.mark.slow] * (j != i % 2))
+        for i, name in enumerate(KINDS)
+        for j, width in enumerate((360, 1440))
+    ],
+)
 def test_keyboard_reaches_everything_and_shows_where_it_is(open_page, page_name, width):
     page = open_page(page_name, width=width)
     page.evaluate(
