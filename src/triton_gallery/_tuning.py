@@ -32,8 +32,8 @@ def set_tuning(enabled: bool, *, folder: str | os.PathLike | None = None) -> Non
 
     Which kernel computes a product, in which tiles and in how many parts follows from its sizes, by rules that serve
     most of them well and need no time. Where this is enabled, the first product of new sizes tries what else there is,
-    which takes about a second, and where kernels have to be compiled, half a minute; later ones, in other processes
-    too, take what was the quickest. Gradients are products as well.
+    which takes about a second, and some fifteen where kernels have to be compiled; later ones, in other processes too,
+    take what was the quickest. Gradients are products as well.
 
     Only products of 16-bit or 8-bit matrices on Hopper GPUs have a choice; elsewhere nothing happens. Nor is anything
     tried while a CUDA graph is captured: do that after a first call.
