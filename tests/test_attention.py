@@ -1030,7 +1030,7 @@ def test_attention_refuses_another_device(device):
 # --- integration ---
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"])
 def test_attention_compiles_without_graph_breaks(dynamic, device):
     def loss(q, k, v):
         out, lse = tg.attention(q * 1, k, v, is_causal=True, window=(9, 0), enable_gqa=True, return_lse=True)

@@ -410,6 +410,7 @@ def test_width_of_a_load_in_amdgcn(instruction, bits):
     assert _assembly.widest_amd("load", instruction) == bits
 
 
+@pytest.mark.slow
 def test_without_ptxas_the_ptx_is_still_read(tmp_path):
     request = codegen._pack([(copy, (empty(2048),), {}, False)], ("sm_90", "sm_100"))
     program = (
@@ -471,6 +472,7 @@ def test_listing_loses_no_instruction():
     assert sorted(line.split()[0] for line in instructions if line.endswith(";")) == sorted(names)
 
 
+@pytest.mark.slow
 def test_inspect_finds_modules_of_the_current_folder(tmp_path):
     (tmp_path / "mine.py").write_text("import triton_gallery\n\n\ndef twice(x):\n    return triton_gallery.add(x, x)\n")
     code = "import torch, triton_gallery, mine; x = torch.empty(64, device='meta')"
@@ -479,12 +481,14 @@ def test_inspect_finds_modules_of_the_current_folder(tmp_path):
     assert result.stdout.strip() == "_add_kernel", result.stderr
 
 
+@pytest.mark.slow
 def test_neither_what_the_child_prints_nor_an_entry_of_the_path_that_is_no_text_matters(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("print('hello', flush=True)\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path, tmp_path])
     assert codegen.inspect(copy, empty(3, 5), targets="sm_80").kernels[0].name == "_copy_kernel"
 
 
+@pytest.mark.slow
 def test_a_module_that_changed_is_compiled_anew(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "edited.py"

@@ -83,7 +83,7 @@ def these(*pages: Path):
     return pytest.mark.parametrize("page", params, ids=[page.stem for page in PAGES])
 
 
-@these(PAGES[0])
+@these()
 def test_page_runs_as_a_script(page, tmp_path):
     script = generated(page, tmp_path)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -505,8 +505,16 @@ def build(tmp_path):
     ("lines", "message"),
     [
         ("# quote: triton_gallery.softmax.nope", "examples/02-other.py:17: quote: triton_gallery/softmax.py has no"),
-        ("# It is :measured:`unknown: torch at 1`.", "examples/02-other.py:17: measured: 'unknown: torch at 1'"),
-        ("# - :cite:`nobody2000`: no.", "examples/02-other.py:17: cite: docs/refs.bib has no entry 'nobody2000'"),
+        pytest.param(
+            "# It is :measured:`unknown: torch at 1`.",
+            "examples/02-other.py:17: measured: 'unknown: torch at 1'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "# - :cite:`nobody2000`: no.",
+            "examples/02-other.py:17: cite: docs/refs.bib has no entry 'nobody2000'",
+            marks=pytest.mark.slow,
+        ),
         ("assert 1 + 1 == 3, 'arithmetic'", "AssertionError: arithmetic"),
         ("assert 1 + 1 == 2", "examples/02-other.py: the page executed nothing that shows"),
         ("raise SystemExit(0)", "RuntimeError: the page ended the process: SystemExit(0)"),
