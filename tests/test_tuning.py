@@ -119,6 +119,21 @@ def test_a_failed_trial_leaves_nothing(machine, tmp_path):
     assert not (tmp_path / "choices").exists()
 
 
+def test_too_little_memory_for_a_trial_is_no_error(machine, monkeypatch, tmp_path):
+    tried = machine(shipped=5.0, quick=3.0)
+    measure = _tuning.benchmark.measure
+
+    def fail(fn, rep):
+        raise torch.OutOfMemoryError("no memory for the flush")
+
+    monkeypatch.setattr(_tuning.benchmark, "measure", fail)
+    with pytest.warns(UserWarning, match="set_tuning: too little memory to try a call, so the rules choose; "):
+        assert tried.call() is None
+    assert not (tmp_path / "choices").exists()
+    monkeypatch.setattr(_tuning.benchmark, "measure", measure)
+    assert tried.call() == "quick"
+
+
 def test_what_another_process_kept_meanwhile_stays(machine, tmp_path):
     tried = machine(shipped=5.0, quick=3.0)
     tried.call()
@@ -131,12 +146,15 @@ def test_what_another_process_kept_meanwhile_stays(machine, tmp_path):
     assert tried.call("their call") is None
 
 
-def test_a_file_that_cannot_be_read_is_made_anew(machine, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "Expecting"), ("[]", "it holds something else"), ('{"a call": 3}', "it holds something")]
+)
+def test_a_file_that_cannot_be_read_is_made_anew(machine, tmp_path, text, reason):
     machine(shipped=5.0, quick=3.0).call()
     (file,) = (tmp_path / "choices").iterdir()
-    file.write_text("{")
+    file.write_text(text)
     tried = machine(shipped=5.0, quick=3.0)
-    with pytest.warns(UserWarning, match=rf"set_tuning: cannot read .*{file.name}, so all is tried anew: Expecting"):
+    with pytest.warns(UserWarning, match=rf"set_tuning: cannot read .*{file.name}, so all is tried anew: {reason}"):
         assert tried.call() == "quick"
     assert tried.tried and json.loads(file.read_text())
 

@@ -92,8 +92,12 @@ def run_quickest(operation: str, call: str, choices: Callable[[], list], run: Ca
             if not table:
                 table.update(_read(file))
             if call not in table and not torch.cuda.is_current_stream_capturing():
-                table[call] = _try(choices(), run, device)
-                _write(file, table)
+                try:
+                    table[call] = _try(choices(), run, device)
+                    _write(file, table)
+                except torch.OutOfMemoryError:
+                    message = f"set_tuning: too little memory to try {call}, so the rules choose; a trial takes 256 MiB"
+                    warnings.warn(message, stacklevel=2)
             run(table.get(call, {}).get("choice"))
             return
     run(None)
@@ -107,7 +111,10 @@ def _file(folder: Path, operation: str, device: torch.device) -> Path:
 
 def _read(file: Path) -> dict:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        table = json.loads(file.read_text(encoding="utf-8"))
+        if not (isinstance(table, dict) and all(isinstance(found, dict) for found in table.values())):
+            raise ValueError("it holds something else than choices")
+        return table
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
