@@ -464,11 +464,11 @@ print("chosen:", tuned_kernel.best_config.kwargs)
 
 # %%
 # The price is paid at the first launch for each key: every configuration is compiled, and run many times. A model whose
-# lengths change all the time would tune all the time, unless the key is a rounded length. The library does without,
-# unless it is asked to (further down, at the products drawn by lot). Its rules (`_config`, and on Hopper
-# `hopper/matmul_plan.py`) were made from measurements: nothing is tried in a first call, and everybody with the same
-# GPU gets the same kernel, with the same bits. There is more about tuning in the guide's chapter *"Hello, World!" and
-# the programming model*.
+# lengths change all the time would tune all the time, unless the key is a rounded length. The library does without. Its
+# rules (`_config`, and on Hopper `hopper/matmul_plan.py`) were made from measurements: unasked, nothing is tried in a
+# first call, and everybody with the same GPU gets the same kernel, with the same bits. (How to ask is told further
+# down, at the products drawn by lot.) There is more about tuning in the guide's chapter *"Hello, World!" and the
+# programming model*.
 
 # %%
 # From a kernel to a function
@@ -1064,9 +1064,9 @@ reports["matmul-gelu-fp16"]
 # in memory as they are ("nn"); in the others :math:`B` lies transposed ("nt"), or :math:`A` ("tn"), or both do ("tt").
 #
 # The rules that choose tiles and parts were made from other products, so they will not always find what is best for
-# these. `triton_gallery.set_tuning(True)` has the choice made by trial. The first product of new sizes then tries what
-# the third and the fifth rung have to offer, times it, and keeps the quickest in a file, where later processes find it.
-# We measure both. (Off Hopper GPUs there is nothing to choose, and the two are the same.)
+# these. `triton_gallery.set_tuning(True)` has the choice made by trial. The first product of new sizes then times what
+# the third and the fifth rung offer for it, and keeps the quickest choice in a file, where later processes find it. We
+# measure both. (Off Hopper GPUs there is nothing to choose, and the two are the same.)
 
 import random
 import statistics
@@ -1407,10 +1407,10 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 # Which tile, and how many parts? For the fifth rung the library reckons how long each choice takes: the multiplications
 # of the rounds, what comes from memory, and the sum of the parts. It takes the quickest. The rates that it reckons with
 # were fitted to measured times, of some twenty choices for each of 270 products, until the order came out best: on
-# average the choice is one or two per cent slower than the quickest of the twenty. (No record holds these.) Trials gain
-# what the rules miss, the third rung's included. That is little on average and something here and there, as printed
-# where they are drawn. The products that are furthest behind torch stay there, at :measured:`matmul-drawn-fp16:
-# triton_gallery, tuned / torch at worst` the lowest: they lack a better tile, and no trial finds what does not exist.
+# average the choice is one or two per cent slower than the quickest of the twenty. (No record holds these.) Trials find
+# what the rules miss, also among the third rung's tiles: little on average, a few per cent here and there, as printed
+# at the products drawn by lot. The lowest one stays, at :measured:`matmul-drawn-fp16: triton_gallery, tuned / torch at
+# worst` torch's rate: none of the tiles that we have is quicker there.
 
 # %%
 # Break it: forget the short group

@@ -830,6 +830,50 @@ def test_a_third_call_is_recognized(fake_gpu, replays, monkeypatch):
     assert call(x.half()).dtype == torch.float16 and len(ran) == 4
 
 
+def test_what_began_before_all_was_forgotten_is_not_kept(fake_gpu, replays):
+    """Another thread may change what a call depends on, and say so, while the call is on its way."""
+    during = [forget_replays]
+
+    def forgetful(x):
+        out = doubled(x)
+        for function in during:
+            function()
+        return out
+
+    call, ran = make(forgetful)
+    for n in range(1, 4):
+        call(aligned(64))
+        assert len(ran) == n and not replays
+    during.clear()
+    for _ in range(4):
+        call(aligned(64))
+    assert len(ran) == 4
+
+
+def test_a_gradients_call_that_began_before_all_was_forgotten_is_not_kept(times):
+    call, called, _ = times
+    for _ in range(3):
+        call(aligned(64).requires_grad_(), 1)
+    n = len(called)
+    call(aligned(64).requires_grad_(), 1)
+    assert len(called) == n
+    forget_replays()
+    call(aligned(64).requires_grad_(), 1)
+    assert len(called) > n
+
+
+def test_a_provisional_call_is_not_kept(fake_gpu, replays):
+    def provisional(x):
+        if recording.tape is not None:
+            recording.tape.keep = len(ran) > 2
+        return doubled(x)
+
+    call, ran = make(provisional)
+    for _ in range(6):
+        call(aligned(64))
+    assert len(ran) == 3
+
+
 def test_many_shapes_are_recognized_and_forgotten(fake_gpu, replays, monkeypatch):
     monkeypatch.setattr(_replay, "_MAX_RECENT", 2)
     call, ran = make(doubled)

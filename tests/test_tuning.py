@@ -1,16 +1,20 @@
 """Choices by trial: who is tried, what is kept, and that every choice computes the same product."""
 
+import fcntl
 import json
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 import triton_gallery as tg
 from accuracy import DEVICE, assert_as_accurate_as_torch
 from triton_gallery import _tuning
-from triton_gallery._launch import is_hopper, recording
+from triton_gallery._launch import Tape, is_hopper, recording
 from triton_gallery._tuning import is_tuning, run_quickest, set_tuning
 from triton_gallery.hopper import matmul_plan
 
@@ -27,14 +31,17 @@ class Machine:
     def __init__(self, **ms):
         self.ms, self.tried, self.ran = ms, [], []
 
-    def measure(self, fn, rep):
+    def measure(self, fn, rep=100):
         assert recording.tape is None  # what is tried must not be replayed
         before = len(self.ran)
         fn()
         (choice,) = self.ran[before:]
         del self.ran[before:]
         self.tried.append(choice)
-        return (self.ms[choice or "shipped"],) * 3
+        ms = self.ms[choice or "shipped"]
+        if isinstance(ms, Exception):
+            raise ms
+        return (ms,) * 3
 
     def call(self, words="a call"):
         """The choice that a call comes to."""
@@ -48,7 +55,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Makes a `Machine` of which the tuning knows nothing so far, and enables it."""
+    """Makes a `Machine` for a process that has just begun, and enables tuning."""
 
     def make(folder=tmp_path / "choices", **ms):
         made = Machine(**ms)
@@ -56,7 +63,6 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "device", nullcontext)
-        monkeypatch.setattr(_tuning, "_tables", {})
         set_tuning(True, folder=folder)
         return made
 
@@ -70,8 +76,8 @@ def test_the_quickest_choice_is_kept_on_disk(machine, tmp_path):
     assert first.call() == "quick" and not first.tried
     assert first.call("another call") == "quick" and first.tried
 
-    (file,) = (tmp_path / "choices").iterdir()
-    assert file.name.startswith("matmul-nvidia-test-") and file.suffix == ".json"
+    (file,) = (tmp_path / "choices").glob("*.json")
+    assert file.name.startswith("matmul-nvidia-test-")
     kept = json.loads(file.read_text())
     assert kept == {key: {"choice": ["quick"], "ms": 3.0, "shipped_ms": 5.0} for key in ("a call", "another call")}
 
@@ -99,59 +105,82 @@ def test_the_slow_ones_are_timed_shortly(machine):
 def test_nothing_is_tried_while_a_graph_is_captured(machine, monkeypatch):
     tried = machine(shipped=5.0, quick=3.0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(recording, "tape", Tape())
     assert tried.call() is None and not tried.tried
+    assert not recording.tape.keep  # so that a later call tries
+    monkeypatch.setattr(recording, "tape", None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert tried.call() == "quick"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert tried.call() == "quick"
 
 
-def test_a_failed_trial_leaves_nothing(machine, tmp_path):
-    tried = machine(shipped=5.0)
-    tried.ms["unknown"] = None  # fails when it is timed
-    recording.tape = tape = object()
-    try:
-        with pytest.raises(TypeError):
-            tried.call()
-        assert recording.tape is tape
-    finally:
-        recording.tape = None
-    assert not (tmp_path / "choices").exists()
+@pytest.mark.parametrize("error", [OutOfResources(2, 1, "shared memory"), RuntimeError("PassManager::run failed")])
+def test_a_choice_that_cannot_run_is_none(machine, error):
+    tried = machine(shipped=5.0, broken=error, quick=3.0)
+    assert tried.call() == "quick" and "broken" in tried.tried
 
 
-def test_too_little_memory_for_a_trial_is_no_error(machine, monkeypatch, tmp_path):
-    tried = machine(shipped=5.0, quick=3.0)
-    measure = _tuning.benchmark.measure
+def test_the_shipped_choice_has_to_run(machine, monkeypatch, tmp_path):
+    tried = machine(shipped=RuntimeError("an illegal memory access"), quick=3.0)
+    monkeypatch.setattr(recording, "tape", tape := Tape())
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        tried.call()
+    assert recording.tape is tape
+    assert not list((tmp_path / "choices").glob("*.json"))
 
-    def fail(fn, rep):
-        raise torch.OutOfMemoryError("no memory for the flush")
 
-    monkeypatch.setattr(_tuning.benchmark, "measure", fail)
+def test_too_little_memory_for_a_trial_is_no_error(machine, tmp_path):
+    tried = machine(shipped=torch.OutOfMemoryError("no memory for the flush"), quick=3.0)
     with pytest.warns(UserWarning, match="set_tuning: too little memory to try a call, so the rules choose; "):
         assert tried.call() is None
-    assert not (tmp_path / "choices").exists()
-    monkeypatch.setattr(_tuning.benchmark, "measure", measure)
-    assert tried.call() == "quick"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tried.call() is None  # and it is not tried at every call
+    assert not list((tmp_path / "choices").glob("*.json"))
+    assert machine(shipped=5.0, quick=3.0).call() == "quick"
 
 
 def test_what_another_process_kept_meanwhile_stays(machine, tmp_path):
     tried = machine(shipped=5.0, quick=3.0)
     tried.call()
-    (file,) = (tmp_path / "choices").iterdir()
+    (file,) = (tmp_path / "choices").glob("*.json")
     theirs = {"choice": None, "ms": 1.0, "shipped_ms": 1.0}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"their call": theirs}))
     tried.call("another call")
     assert set(json.loads(file.read_text())) == {"a call", "their call", "another call"}
-    assert list((tmp_path / "choices").iterdir()) == [file]
+    assert {path.suffix for path in (tmp_path / "choices").iterdir()} == {".json", ".lock"}
     assert tried.call("their call") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"), [("{", "Expecting"), ("[]", "it holds something else"), ('{"a call": 3}', "it holds something")]
-)
+def test_of_two_processes_one_tries(machine, tmp_path):
+    """The other one waits, and takes what was chosen."""
+    machine(shipped=5.0, quick=3.0).call("another call")
+    (file,) = (tmp_path / "choices").glob("*.json")
+    tried = machine(shipped=5.0, quick=3.0)
+    with open(file.with_suffix(".lock"), "a") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = pool.submit(tried.call)
+        time.sleep(0.2)
+        assert not waiting.done() and not tried.tried
+        file.write_text(json.dumps({"a call": {"choice": None, "ms": 1.0, "shipped_ms": 1.0}}))
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert waiting.result() is None and not tried.tried
+
+
+@pytest.mark.parametrize("found", [{"choice": ["unknown"]}, {"choice": 3}, {}, 3])
+def test_a_choice_that_there_is_not_is_tried_anew(machine, tmp_path, found):
+    machine(shipped=5.0, quick=3.0).call()
+    (file,) = (tmp_path / "choices").glob("*.json")
+    file.write_text(json.dumps({"a call": found}))
+    tried = machine(shipped=5.0, quick=3.0)
+    assert tried.call() == ("quick" if found else None) and bool(tried.tried) == bool(found)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "Expecting"), ("[]", "it holds something else than choices")])
 def test_a_file_that_cannot_be_read_is_made_anew(machine, tmp_path, text, reason):
     machine(shipped=5.0, quick=3.0).call()
-    (file,) = (tmp_path / "choices").iterdir()
+    (file,) = (tmp_path / "choices").glob("*.json")
     file.write_text(text)
     tried = machine(shipped=5.0, quick=3.0)
     with pytest.warns(UserWarning, match=rf"set_tuning: cannot read .*{file.name}, so all is tried anew: {reason}"):
@@ -176,13 +205,16 @@ def test_other_kernels_and_other_versions_have_files_of_their_own(machine, monke
     machine(shipped=5.0, quick=3.0).call()
     monkeypatch.setattr(_tuning, "kernel_digests", lambda operation: {"kernels": "other"})
     machine(shipped=5.0, quick=3.0).call()
-    assert len(list((tmp_path / "choices").iterdir())) == 3
+    monkeypatch.setattr(_tuning, "num_multiprocessors", lambda device: 66)  # a share of a GPU
+    machine(shipped=5.0, quick=3.0).call()
+    assert len(list((tmp_path / "choices").glob("*.json"))) == 4
 
 
-def test_nothing_is_chosen_unless_asked_for():
+def test_nothing_is_chosen_unless_asked_for(machine):
+    tried = machine(shipped=5.0, quick=3.0)
+    set_tuning(False)
     assert not is_tuning()
-    machine = Machine(shipped=5.0, quick=3.0)
-    assert machine.call() is None and not machine.tried
+    assert tried.call() is None and not tried.tried  # as in another thread that had already asked
     set_tuning(True)
     assert is_tuning()
     set_tuning(False)
@@ -197,6 +229,8 @@ def test_choices_are_kept_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     set_tuning(True)
     assert _tuning._folder == tmp_path / ".cache" / "triton_gallery"
+    set_tuning(True, folder="~/mine")
+    assert _tuning._folder == tmp_path / "mine"
 
 
 def test_refusals():
@@ -302,7 +336,7 @@ def test_a_product_is_tried_once(tmp_path):
     results = [tg.matmul(a, b) for _ in range(5)]
     assert all(torch.equal(result, results[0]) for result in results)
     torch.testing.assert_close(results[0], shipped)
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.json")
     (call,) = json.loads(file.read_text())
     assert call == "520 x 1032 x 1024 nt, float16, rows 2048 and 2048 bytes apart"
 
@@ -317,3 +351,19 @@ def test_a_product_is_tried_once(tmp_path):
 
     set_tuning(False)
     assert torch.equal(tg.matmul(a.detach(), b), shipped)
+
+
+@pytest.mark.gpu
+def test_what_a_graph_captured_first_is_tried_later(tmp_path):
+    a, b = operands(520, 1032, 1024, torch.float16, "nt")
+    if not is_hopper(DEVICE):
+        pytest.skip("needs a Hopper GPU")
+    shipped = tg.matmul(a, b)  # compiled, which a capture cannot do
+    set_tuning(True, folder=tmp_path)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tg.matmul(a, b)
+    graph.replay()
+    assert torch.equal(captured, shipped) and not list(tmp_path.glob("*.json"))
+    tg.matmul(a, b)
+    assert list(tmp_path.glob("*.json"))

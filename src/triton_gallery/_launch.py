@@ -212,6 +212,7 @@ class Tape:
         self.launches = []  # (key of the handle, grid, arguments)
         self.scratch = []
         self.tables = []
+        self.keep = True  # False where a later call of the same kind may do something else
 
 
 class _Recording(threading.local):

@@ -1,6 +1,7 @@
 """Replays: a call like an earlier one makes new outputs and launches the same kernels, without the Python between."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from itertools import combinations
 from math import copysign
@@ -37,7 +38,8 @@ def replayed(function: _Function, varying: int | None = None, tf32: bool = False
 
     A call takes the usual way when it is traced, when a kernel met a tensor that is no argument, output, `scratch` or
     `table` (one that autocast made, say), and when an output is no dense tensor of its own. `function` must depend on
-    nothing but its arguments and the global settings that `_kind` begins with.
+    nothing but its arguments and the global settings that `_kind` begins with; who changes anything else calls
+    `forget_replays`.
 
     Args:
         function: what is called.
@@ -66,33 +68,38 @@ def replayed(function: _Function, varying: int | None = None, tf32: bool = False
                 return function(*args, **kwargs)
         if is_tracing():
             return function(*args, **kwargs)
+        generation = _generation
         if not kwargs and varying in range(len(values)) and _is_int64(values[varying]):
             args = values = (*values[:varying], Varying(values[varying]), *values[varying + 1 :])
         addresses = []
         key = _kind(values, addresses, tf32)
         if key is None:
             result, *how = _record_application(function, args, kwargs)
-            remember(place, values, *how)
+            remember(generation, place, values, *how)
             return result
         if kwargs:
             key = (key, *kwargs)
         try:
             replay = replays[key]
         except KeyError:
-            return _record(function, args, kwargs, replays, recent, key)
+            return _record(function, args, kwargs, replays, recent, key, generation)
         except TypeError:  # an argument that cannot be part of a key
             return function(*args, **kwargs)
         if replay is None or not _can_launch(replay.device):
             return function(*args, **kwargs)
         if replay.chances > 0:
             replay.chances -= 1
-            remember(place, values, replay.run, replay.device)
+            remember(generation, place, values, replay.run, replay.device)
         return replay.run(values, addresses)
 
-    def remember(place: tuple, values: tuple, again: Callable | None, device: int | None) -> None:
+    def remember(generation: int, place: tuple, values: tuple, again: Callable | None, device: int | None) -> None:
         """Add a call to those that are recognized; where there are too many, the oldest goes."""
         recognize = None if again is None else _recognizer(values, varying, tf32)
-        if recognize is not None:
+        if recognize is None:
+            return
+        with _caches_lock:
+            if generation != _generation:
+                return
             if len(recent) >= _MAX_REPLAYS:
                 recent.clear()
             # A new tuple, because another thread may be looking at the old one.
@@ -161,27 +168,37 @@ def _sort(value: object) -> object:
 
 
 _caches: list[tuple[dict, dict]] = []
+_caches_lock = threading.Lock()  # for what adds to them
+_generation = 0  # how often all was forgotten: what has begun before then is not kept
 
 
 def forget_replays() -> None:
-    """Make every `replayed` function run again; for tests that change what it depends on."""
-    for replays, recent in _caches:
-        replays.clear()
-        recent.clear()
+    """Make every `replayed` function run again, because something else changed that it depends on."""
+    global _generation
+    with _caches_lock:
+        _generation += 1
+        for replays, recent in _caches:
+            replays.clear()
+            recent.clear()
 
 
-def _record(function: Callable, args: tuple, kwargs: dict, replays: dict, recent: dict, key: tuple):
+def _record(function: Callable, args: tuple, kwargs: dict, replays: dict, recent: dict, key: tuple, generation: int):
     """What `function` returns, and a _Replay of it under `key`, or None where there can be none."""
     recording.tape = tape = Tape()
     try:
         result = function(*args, **kwargs)
     finally:
         recording.tape = None
-    if len(replays) >= _MAX_REPLAYS:
-        replays.clear()
-        recent.clear()
-    # Where two threads record the same, the first one's stays: it may be the one that is remembered already.
-    replays.setdefault(key, _Replay.of(tape, (*args, *kwargs.values()), result))
+    if tape.keep:
+        replay = _Replay.of(tape, (*args, *kwargs.values()), result)
+        with _caches_lock:
+            if generation == _generation:
+                if len(replays) >= _MAX_REPLAYS:
+                    replays.clear()
+                    recent.clear()
+                # Where two threads record the same, the first one's stays: it may be the one that is remembered
+                # already.
+                replays.setdefault(key, replay)
     return result
 
 

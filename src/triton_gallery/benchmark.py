@@ -99,7 +99,7 @@ def measure(
     grad_to_none = () if grad_to_none is None else tuple(grad_to_none)
     if others := [x for x in grad_to_none if not isinstance(x, torch.Tensor)]:
         raise TypeError(f"measure: grad_to_none must be a list of tensors, got {type(others[0]).__name__} in it")
-    if not isinstance(rep, numbers.Real) or not 0 < rep < math.inf:
+    if isinstance(rep, bool) or not isinstance(rep, numbers.Real) or not 0 < rep < math.inf:
         raise ValueError(f"measure: rep must be a number of milliseconds above 0, got {rep!r}")
     tiny = torch.zeros(1, device=_gpu("measure"))
     driver = triton.runtime.driver.active

@@ -1,6 +1,7 @@
 """How Hopper computes a product of 16-bit or 8-bit matrices: by which kernel, in which tiles, in how many parts.
 
-Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
+Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits (unless
+`set_tuning` has them decided by trial):
 
 - Large products, and those of few tiles with a long K, go to the kernel that works with TMA and specialized warps, and
   so do smaller ones, from 64 rows and columns on, whose rows pointers could not read 16 bytes at a time. The pointer
@@ -434,7 +435,7 @@ def _choices(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> l
 
 
 def _in_words(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> str:
-    """All that the time of a product depends on."""
+    """All that the choices depend on, and all that makes much of a difference to their times."""
     (M, N), K, ((n_matrices,), strides) = out.shape[-2:], a.shape[-1], batch
     layouts = "".join("t" if is_transposed(x) else "n" for x in (a, b))
     dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((a.dtype, b.dtype)))
