@@ -414,6 +414,14 @@ def test_measure_refuses_a_list_of_other_things():
         benchmark.measure(print, grad_to_none=[torch.zeros(1), 1])
 
 
+@pytest.mark.parametrize("rep", [0, -1.0, math.inf, math.nan, True, "10", None])
+def test_measure_refuses_what_is_no_time(rep):
+    with pytest.raises(
+        ValueError, match=re.escape(f"measure: rep must be a number of milliseconds above 0, got {rep!r}")
+    ):
+        benchmark.measure(print, rep=rep)
+
+
 def test_measure_refuses_what_cannot_be_called():
     with pytest.raises(TypeError, match="measure: fn must be callable, got float"):
         benchmark.measure(1.0)

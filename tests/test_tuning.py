@@ -80,6 +80,8 @@ def test_the_quickest_choice_is_kept_on_disk(machine, tmp_path):
     assert file.name.startswith("matmul-nvidia-test-")
     kept = json.loads(file.read_text())
     assert kept == {key: {"choice": ["quick"], "ms": 3.0, "shipped_ms": 5.0} for key in ("a call", "another call")}
+    (tmp_path / "new").touch()
+    assert file.stat().st_mode == (tmp_path / "new").stat().st_mode  # whom the user lets read new files
 
     # The next process tries nothing, even where it would find something else.
     second = machine(shipped=1.0, slow=7.0, quick=3.0)

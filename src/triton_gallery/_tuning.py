@@ -37,9 +37,9 @@ def set_tuning(enabled: bool, *, folder: str | os.PathLike | None = None) -> Non
 
     Which kernel computes a product, in which tiles and in how many parts follows from its sizes, by rules that serve
     most products well and need no time. Where this is enabled, the first product of new sizes (or strides, dtypes, bias
-    or activation) times what else there is. That takes about a second, some fifteen where kernels have to be compiled,
-    and 256 MiB; so lengths that change all the time are better off without. Later products of the same sizes take what
-    was the quickest, also in processes that begin later. Gradients are products as well.
+    or activation) times what else there is. That takes one to three seconds, some fifteen where kernels have to be
+    compiled, and 256 MiB; so lengths that change all the time are better off without. Later products of the same sizes
+    take what was the quickest, also in processes that begin later. Gradients are products as well.
 
     There is a choice on Hopper GPUs, for matrices of 16 or 8 bits whose rows begin at multiples of 16 bytes; elsewhere
     nothing happens. Nothing is tried while a CUDA graph is captured, and the graph keeps what it has captured: capture
@@ -94,9 +94,8 @@ def run_quickest(operation: str, call: str, choices: Callable[[], list], run: Ca
         device: where it runs.
     """
     key = operation, device, call
-    try:
-        choice = _chosen[key]
-    except KeyError:
+    choice = _chosen.get(key, ...)  # None is a choice
+    if choice is ...:
         with _lock, torch.cuda.device(device):
             choice = _chosen[key] if key in _chosen else _choose(key, choices(), run)
     run(choice)
@@ -175,6 +174,7 @@ def _write(file: Path, table: dict) -> None:
         # In one step, so that nobody finds a half.
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as new:
             json.dump(table, new, indent=1)
+        # Readable for whom the user lets read new files, as the lock is; temporary ones never are.
         os.chmod(new.name, os.stat(file.with_suffix(".lock")).st_mode & 0o777)
         os.replace(new.name, file)
     except OSError as error:
