@@ -399,8 +399,9 @@ plt.show()
 # or 2 numbers at a time where that divides the length, and number by number where it does not.
 #
 # Rows of up to 52 KiB have a program each, and a multiprocessor has room for at least four. All longer rows that come
-# here are cut into parts of up to 12 KiB, or 16 KiB where there would be too many of them. All parts of a row work at
-# the same time. They meet in the middle of their work, which a section below is about.
+# here are cut into parts of up to 12 KiB, or 16 KiB where there would be too many of them; and of somewhat less where
+# that makes all parts a number of whole chunks, so that no thread has to ask where its part ends. All parts of a row
+# work at the same time. They meet in the middle of their work, which a section below is about.
 
 # %%
 # A row in blocks
@@ -1011,7 +1012,7 @@ report_long.plot()
 report_long
 
 # %%
-# The first four shapes go the second way, with 22 to 128 parts in a row. The first reaches
+# The first four shapes go the second way, with 32 to 128 parts in a row. The first reaches
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 512×131072` of the rate of a copy of as many
 # bytes, the third :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 64×1048576`, and the fourth,
 # whose 16 MiB are over soonest, :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 32×262144`.
@@ -1040,7 +1041,7 @@ tg.codegen.inspect(tg.softmax, x)
 # one number from each warp. And on NVIDIA's GPUs the widest load is 128 bits, eight numbers at once, since 8192 is a
 # multiple of 8; on AMD's, 256 threads share a block of 1024, four numbers each. (With 781 columns a row may begin at
 # any even address, and where there are many, such rows take a kernel whose stores are narrow at both ends.) Long rows
-# take another kernel: on Hopper the one with the chunks, here on 12 KiB of a row, after the small one that empties the
+# take another kernel: on Hopper the one with the chunks, here on 8 KiB of a row, after the small one that empties the
 # mailboxes; elsewhere the online one, whose shared memory, on NVIDIA's GPUs, is a waiting room for the
 # blocks that are on their way.
 
@@ -1093,7 +1094,7 @@ for each in (report, report_backward, report_log, report_across, report_short, r
 # What was not clear: at 8192 columns we reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 8192`
 # of the rate of a copy of as many bytes and :measured:`softmax-fp16: triton_gallery / peers at 8192` that of the best
 # other provider, and at 65536 :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 65536` and
-# :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 11 parts. With 131072 columns, in 22
+# :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 16 parts. With 131072 columns, in 32
 # parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other provider. The gradient is the exception:
 # at some powers of two `torch.compile` is ahead, and at worst ours runs at :measured:`softmax-bwd-fp16: triton_gallery

@@ -28,13 +28,18 @@ _MAX_PARTS = 4
 
 class _Plan(NamedTuple):
     max_row_bytes: int
-    part_bytes: int | None  # None for whole rows
+    part_bytes: int | None  # at most; None for whole rows
+    shorter_bytes: int | None  # a part may be as short as this, if that makes all parts whole chunks
     num_warps: int
 
 
 # A single warp waits for nobody but the other parts. Where these would be too many, two share a longer part: measured
 # on an H200 and an H100.
-_PLANS = (_Plan(52 * 1024, None, 4), _Plan(384 * 1024, 12 * 1024, 1), _Plan(2**31 - 1, 16 * 1024, 2))
+_PLANS = (
+    _Plan(52 * 1024, None, None, 4),
+    _Plan(384 * 1024, 12 * 1024, 8 * 1024, 1),
+    _Plan(2**31 - 1, 16 * 1024, 16 * 1024, 2),
+)
 
 
 @gluon.jit
@@ -227,11 +232,15 @@ def _cut(x: torch.Tensor, n_cols: int, row_stride: int) -> _Cut:
     aligned = row_bytes % 128 == 0 and row_stride * x.element_size() % 128 == 0
     # Parts that begin within a cache line may reach into one more.
     more_bytes = 0 if aligned else 128
+    chunk_bytes = plan.num_warps * 32 * 16 * _STEPS
     n_parts = 1 if plan.part_bytes is None else cdiv(row_bytes, plan.part_bytes - more_bytes)
+    if n_parts > 1 and aligned:
+        # A chunk that one part does not fill has masks in all.
+        more_parts = range(n_parts, row_bytes // plan.shorter_bytes + 1)
+        n_parts = next((n for n in more_parts if row_bytes % (n * chunk_bytes) == 0), n_parts)
     part_lines = cdiv(row_bytes, 128 * n_parts)
     n_parts = cdiv(row_bytes, part_lines * 128)
     last_bytes = row_bytes - (n_parts - 1) * part_lines * 128
-    chunk_bytes = plan.num_warps * 32 * 16 * _STEPS
     n_chunks = cdiv(min(row_bytes, part_lines * 128) + more_bytes, chunk_bytes)
     return _Cut(plan.num_warps, aligned, n_parts, part_lines, n_chunks, last_bytes // chunk_bytes)
 
