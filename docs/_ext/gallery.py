@@ -117,11 +117,16 @@ def report(name: str, gpu: str | None = None):
 
 def benchmark_digests(record: dict, examples: Path | None = None, guide: Path | None = None, src: Path = SRC) -> set:
     """The digest of a record's benchmark in each page or chapter that has a function of its name."""
-    from triton_gallery._source import function_digest
-
     function = record["inputs"].partition("(")[0]
     texts = [text for text in measuring(examples, guide).values() if f"def {function}(" in text]
-    return {function_digest(_expanded("", text, src, keep_references=True), function) for text in texts}
+    return {_function_digest(text, function, src) for text in texts}
+
+
+@functools.cache
+def _function_digest(text: str, function: str, src: Path) -> str | None:
+    from triton_gallery._source import function_digest
+
+    return function_digest(_expanded("", text, src, keep_references=True), function)
 
 
 def page_of(record: dict) -> str | None:

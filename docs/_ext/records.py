@@ -155,18 +155,24 @@ def alt(found) -> str:
     return f"{r['title']}, on {r['gpu']}: the throughput of {', '.join(found.providers)} by {r['x']}"
 
 
+_drawn: dict[Path, dict] = {}  # in this process: the page of all records shows each figure again
+
+
 def draw(srcdir: Path, found) -> str:
     """Draw a record's figure; its path below the folder of sources. The same record gives the same file."""
     import matplotlib.pyplot as plt
 
     path = f"_generated/records/{slug(found.record['gpu'])}/{found.record['benchmark']}.svg"
+    file = srcdir / path
+    if _drawn.get(file) == found.record:
+        return path
+    _drawn[file] = found.record
     picture = io.StringIO()
     with plt.rc_context({"svg.hashsalt": path, "svg.fonttype": "none", "font.family": "sans-serif"}):
         found.plot()
         # pyplot's own function draws the figure once more, as pixels.
         plt.gcf().savefig(picture, format="svg", metadata={"Date": None})
         plt.close()
-    file = srcdir / path
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists() or file.read_text(encoding="utf-8") != picture.getvalue():
         file.write_text(picture.getvalue(), encoding="utf-8")

@@ -127,6 +127,7 @@ def _closure(definitions: dict[str, list[ast.stmt]], roots: set[str]) -> set[str
     return found
 
 
+@functools.cache
 def _names_in(node: object) -> set[str]:
     """The names that a piece of code takes from around it; a function's or comprehension's own are none of them."""
     if isinstance(node, ast.Name):
