@@ -50,6 +50,9 @@ serve: $(WRONG_PAGE) $(or $(INSTALLED),check-serve)  ## Build the site, serve it
 publish: can-publish html  ## Add the site to the versions in DEST=build/site as VERSION=..., or as the tag or branch that is checked out
 	$(PUBLISH)
 
+# Each of the processes has a core. More threads would wait for one another.
+test fuzz: export OMP_NUM_THREADS := 1
+
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --ignore tests/site
 

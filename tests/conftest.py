@@ -1,12 +1,35 @@
 """Every test starts from the same seed, on the GPU when there is one, with NaN where nothing was written yet."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 
 import triton_gallery  # noqa: F401  before anything imports triton: it may switch the interpreter on
 from accuracy import DEVICE, FEW
+from triton_gallery._launch import interpreter
 from triton_gallery._replay import forget_replays
+
+_find_dtype, _dtypes = interpreter._get_np_dtype, {}
+
+
+def _kept_dtype(dtype):
+    """NumPy's dtype for one of Triton's: the interpreter asks with each operation, and makes a table each time."""
+    name = dtype.scalar.name
+    if name not in _dtypes:
+        _dtypes[name] = _find_dtype(dtype)
+    return _dtypes[name]
+
+
+interpreter._get_np_dtype = _kept_dtype
+
+
+@pytest.fixture(autouse=True)
+def _sums_that_overflow(request):
+    """Whether integer sums overflow, which takes a fifth of the interpreter's time, only `make fuzz` asks."""
+    options, is_slow = interpreter.interpreter_builder.options, "slow" in request.keywords
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=is_slow)
 
 
 @pytest.fixture

@@ -25,6 +25,13 @@ KINDS = (
     "python-api/softmax.html",
     "search.html",
 )
+
+
+def is_alike(name: str) -> bool:
+    """Whether it is the page of a function, other than the one among the kinds: `make audit` looks at these."""
+    return name not in KINDS and bool(re.match(r"python-api/(?!index|benchmark|codegen|trace)", name))
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 each_page = pytest.mark.parametrize("page_name", PAGES or ["index.html"])

@@ -2,26 +2,23 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 
 import pytest
 
-from conftest import CHROMIUM, KINDS, PAGES, each_kind
+from conftest import CHROMIUM, KINDS, PAGES, each_kind, is_alike
 
 RESULTS = "search.html?q=softmax"
 LOOKS = [(width, theme) for width in (360, 1280) for theme in ("light", "dark")]
-FUNCTIONS = r"python-api/(?!index|benchmark|codegen|trace)"
-# Every page in one look, by turns. `make audit` sees one page of each kind in all looks, and those pages of functions
-# that are not among the kinds: they are alike.
+# Every page in one look, by turns. `make audit` sees one page of each kind in all looks, and those that are alike.
 LOOKED_AT = [
     pytest.param(name, look, marks=[pytest.mark.slow] * (j != i % len(LOOKS)))
     for i, name in enumerate((*KINDS, RESULTS))
     for j, look in enumerate(LOOKS)
 ]
 LOOKED_AT += [
-    pytest.param(name, LOOKS[i % len(LOOKS)], marks=[pytest.mark.slow] * bool(re.match(FUNCTIONS, name)))
+    pytest.param(name, LOOKS[i % len(LOOKS)], marks=[pytest.mark.slow] * is_alike(name))
     for i, name in enumerate(PAGES)
     if name not in KINDS
 ]

@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image, ImageStat
 
-from conftest import KINDS, PAGES, SITE, each_kind
+from conftest import KINDS, PAGES, SITE, each_kind, is_alike
 
 TUTORIAL = "getting-started/tutorials/02-fused-softmax.html"
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(20, 24, 29)"
@@ -88,7 +88,13 @@ WATCH = """
 """
 
 
-@pytest.mark.parametrize(("page_name", "width"), [*((name, 360) for name in PAGES), *((name, 1280) for name in KINDS)])
+@pytest.mark.parametrize(
+    ("page_name", "width"),
+    [
+        *(pytest.param(name, 360, marks=[pytest.mark.slow] * is_alike(name)) for name in PAGES),
+        *((name, 1280) for name in KINDS),
+    ],
+)
 def test_page_opens_well(open_page, server, page_name, width):
     """It fits, nothing moves while it loads, it is light, it asks nobody else and breaks no rule of its policy."""
     page = open_page(page_name, width=width, before=WATCH)
@@ -165,20 +171,20 @@ def test_names_in_a_tutorials_code_link_to_their_documentation(page_name):
     assert re.search(r'<a class="sphx-glr-backref[^"]*" href="\.\./\.\./python-api/\w+\.html#triton_gallery\.', text)
 
 
-@pytest.mark.parametrize("page_name", [name for name in PAGES if "<math" in (SITE / name).read_text()])
-def test_formulas_are_drawn_in_the_sites_font(open_page, page_name):
-    page = open_page(page_name)
+def test_formulas_are_drawn_in_the_sites_font(open_page):
+    """One each of the letters, numbers and signs of all pages, put into one of them: a page has thousands of some."""
+    token = re.compile(r"<(?:mi|mo|mn|mtext)\b[^>]*>[^<]+</\w+>")
+    tokens = {match for name in PAGES for match in token.findall((SITE / name).read_text())}
+    assert len(tokens) > 100
+    page = open_page(TUTORIAL)
+    page.evaluate("html => document.querySelector('math').innerHTML = html", "".join(sorted(tokens)))
     session = page.context.new_cdp_session(page)
     session.send("DOM.enable")
     session.send("CSS.enable")
-    # One of each is enough, and a page has thousands.
-    page.evaluate("""() => {
-      const tokens = [...document.querySelectorAll('math :is(mi, mo, mn, mtext)')];
-      for (const e of new Map(tokens.map(e => [e.tagName + e.textContent, e])).values()) e.dataset.example = '';
-    }""")
     root = session.send("DOM.getDocument")["root"]["nodeId"]
-    found = session.send("DOM.querySelectorAll", {"nodeId": root, "selector": "[data-example]"})["nodeIds"]
-    assert found
+    first = session.send("DOM.querySelector", {"nodeId": root, "selector": "math"})["nodeId"]
+    found = session.send("DOM.querySelectorAll", {"nodeId": first, "selector": "mi, mo, mn, mtext"})["nodeIds"]
+    assert len(found) == len(tokens)
     fonts = {
         font["familyName"]
         for node in found
