@@ -130,6 +130,7 @@ print(*sorted(launched))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("chapter", MEASURING, ids=lambda path: path.parent.name)
 def test_what_a_chapter_measures_compiles_for_hopper(chapter, tmp_path):

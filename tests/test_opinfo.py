@@ -58,7 +58,10 @@ def dtypes(op):
 
 
 def named(op, *dtype):
-    return pytest.param(op, *dtype, id=" ".join([op.formatted_name, *map(str, dtype)]).replace("torch.", ""))
+    name = " ".join([op.formatted_name, *map(str, dtype)]).replace("torch.", "")
+    # In the interpreter these take as long as the others, which every run sees.
+    is_slow = DEVICE.type == "cpu" and {torch.bfloat16, torch.float64}.intersection(dtype)
+    return pytest.param(op, *dtype, id=name, marks=[pytest.mark.slow] if is_slow else [])
 
 
 CASES = [named(op, dtype) for op in OPS for dtype in dtypes(op)]

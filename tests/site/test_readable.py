@@ -17,9 +17,13 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 @each_kind
-@pytest.mark.parametrize(("theme", "background"), [("light", LIGHT), ("dark", DARK)])
-def test_page_follows_the_system(open_page, page_name, theme, background):
-    assert open_page(page_name, theme=theme).evaluate(BACKGROUND) == background
+def test_page_follows_the_system(open_page, page_name):
+    page = open_page(page_name)
+    assert page.evaluate(BACKGROUND) == LIGHT
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(BACKGROUND) == DARK
+    page.reload()
+    assert page.evaluate(BACKGROUND) == DARK
 
 
 def test_choice_of_theme_is_remembered(open_page):
