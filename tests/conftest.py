@@ -27,7 +27,7 @@ interpreter._get_np_dtype = _kept_dtype
 
 @pytest.fixture(autouse=True)
 def _sums_that_overflow(request):
-    """Whether integer sums overflow, which takes a fifth of the interpreter's time, only `make fuzz` asks."""
+    """Whether integer sums overflow, which takes a tenth of the interpreter's time, only `make fuzz` asks."""
     options, is_slow = interpreter.interpreter_builder.options, "slow" in request.keywords
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=is_slow)
 
