@@ -354,6 +354,43 @@ def test_a_few_queries_of_long_sequences(batch, heads, kv_heads, seq_q, seq_k, h
     check(q, k, v, **MASKS[mask])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dims"),
+    [
+        (20, 32, 8, 1, 1000, (128, 128)),
+        (95, 16, 4, 1, 640, (64, 64)),
+        (100, 6, 6, 49, 49, (32, 32)),
+        (60, 8, 8, 64, 64, (128, 128)),
+        (100, 3, 1, 1, 513, (192, 128)),
+        (100, 8, 1, 1, 77, (72, 96)),
+        (100, 2, 1, 1, 300, (256, 256)),
+        (9, 10, 10, 64, 1, (96, 64)),
+    ],
+    ids=str,
+)
+def test_a_few_queries_of_many_sequences(batch, heads, kv_heads, seq_q, seq_k, head_dims, mask, device):
+    head_dim, head_dim_v = head_dims
+    shapes = (batch, heads, seq_q, head_dim), (batch, kv_heads, seq_k, head_dim)
+    q, k, v = inputs(*shapes, torch.float16, device, head_dim_v)
+    assert hopper.load("attention_forward").keeps_memory_busy(q[:, :kv_heads], v)
+    check(q, k, v, **MASKS[mask])
+
+
+@pytest.mark.gpu
+def test_programs_that_keep_memory_busy(device):
+    def keeps_memory_busy(n_heads, head_dim=64, seq_q=1):
+        x = torch.empty(1, n_heads, seq_q, head_dim, device=device).half()
+        return hopper.load("attention_forward").keeps_memory_busy(x, x)
+
+    n = module.num_multiprocessors(device)
+    assert all(map(keeps_memory_busy, (n, 2 * n, 3 * n, 4 * n)))
+    assert not any(map(keeps_memory_busy, (1, n // 2, 2 * n + 1)))  # the last of these is alone in the second round
+    assert keeps_memory_busy(n + n // 4) and not keeps_memory_busy(n + n // 4, head_dim=256)
+    assert keeps_memory_busy(n, seq_q=64) and not keeps_memory_busy(n, seq_q=65)
+
+
 @MASK
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_attention_masks_in_other_dtypes(mask, dtype, device):

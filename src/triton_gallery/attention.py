@@ -839,14 +839,25 @@ def _attention_fwd(
     out, lse = _empty_forward(q, k, v, scale, lower, upper)
     if out.numel() == 0:
         return out, lse
+    outputs = out, lse
     q, k, v = _for_tma(q, k, v)
+    if q.shape[2] == 1 and upper is not None and upper >= 0:
+        # To a single query, the upper limit is where the keys end.
+        k, v, upper = k[:, :, : upper + 1], v[:, :, : upper + 1], None
+    fits_hopper = _fits_hopper(q, k, v, scale, lower, upper)
     n_splits = _num_splits(q, k)
+    if fits_hopper and q.shape[2] == 1 and lower is None and upper is None:
+        # One query of each head of a group: they are as many queries of one head, which reads the keys once for all.
+        queries = (*k.shape[:2], q.shape[1] // k.shape[1])
+        q, out, lse = q.view(*queries, -1), out.view(*queries, -1), lse.view(queries)
+        if hopper.load("attention_forward").keeps_memory_busy(q, v):
+            n_splits = 0
     if n_splits > 0:
         _launch_splits(q, k, v, out, lse, scale, lower, upper, n_splits)
-        return out, lse
-    if _fits_hopper(q, k, v, scale, lower, upper):
+        return outputs
+    if fits_hopper:
         hopper.load("attention_forward").forward(q, k, v, out, lse, lower, upper, scale)
-        return out, lse
+        return outputs
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)

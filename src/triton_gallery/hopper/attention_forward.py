@@ -1,6 +1,6 @@
 """Flash attention forward for Hopper, in Gluon: the formulas of ``triton_gallery.attention``, placed by hand.
 
-What ``tl`` cannot say and this kernel does: one warp group does nothing but start TMA copies (the *producer*), two or
+What ``tl`` cannot say and this kernel does: one warp group does nothing but start TMA copies (the *producer*), one to
 three others do the arithmetic (the *consumers*), and all of them meet at barriers in shared memory. A copy, a matrix
 product and an exponential are then under way at the same time in one multiprocessor. A program walks a list of tiles
 that the host made, so that the short tiles of a causal mask fill the gaps which the long ones leave.
@@ -49,6 +49,7 @@ from .attention_rows import (
 
 LOG2_E = 1.4426950408889634
 MAX_TILES = gl.constexpr(4096)  # query tiles of one head; a schedule entry is head * MAX_TILES + tile
+CONSUMER_ROWS = 64  # query rows of a consumer
 L2_BYTES = 33 * 2**20  # what the heads in flight may take of the L2 cache
 
 
@@ -74,8 +75,25 @@ def supports(
     )
 
 
+def keeps_memory_busy(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether memory has enough to do, to the end, when few queries have one program for each head.
+
+    Reading keys takes all the time then. When fewer than two thirds as many programs are left as there are
+    multiprocessors, their copies cannot use all of the memory's rate, and they take as long as so many would.
+    """
+    n_heads, n_sms = q.shape[0] * q.shape[1], num_multiprocessors(q.device)
+    n_last = n_heads % (n_sms * _programs_per_sm(q, v))
+    idle = max(0, 2 * n_sms // 3 - n_last) if n_last else 0
+    return q.shape[2] <= CONSUMER_ROWS and 10 * idle < n_heads
+
+
+def _programs_per_sm(q, v):
+    """For few queries. Two share shared memory and registers, so wide rows leave no room for the second."""
+    return 2 if max(row_width(q), row_width(v)) <= 192 else 1
+
+
 @functools.cache
-def _schedule(n_kv_tiles, n_heads, heads_in_flight, device):
+def _schedule(n_kv_tiles, n_heads, heads_in_flight, n_programs, device):
     """An int32 table (programs, width): the tiles of each program, −1 after the last.
 
     Heads are taken in groups whose K and V stay in L2; within a group the longest tiles go first, each to the program
@@ -85,7 +103,7 @@ def _schedule(n_kv_tiles, n_heads, heads_in_flight, device):
         n_kv_tiles: how long each query tile of a head takes: as so many key tiles.
     """
     n_tiles = len(n_kv_tiles)
-    n_programs = min(num_multiprocessors(device), n_tiles * n_heads)
+    n_programs = min(n_programs, n_tiles * n_heads)
     lists = [[] for _ in range(n_programs)]
     free_at = [(0.0, program) for program in range(n_programs)]
     for first in range(0, n_heads, heads_in_flight):
@@ -103,7 +121,7 @@ def _schedule(n_kv_tiles, n_heads, heads_in_flight, device):
         return thread.submit(table.to, device).result()
 
 
-def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged, head_dim, device):
+def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged, head_dim, n_programs, device):
     n_kv_tiles = [
         min(cdiv(min((tile + 1) * rows, seq_q) + upper, block_n), cdiv(seq_kv, block_n))
         - max(tile * rows + lower, 0) // block_n
@@ -118,12 +136,14 @@ def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged
     heads_in_flight = 1
     while heads_in_flight < 64 and heads_in_flight * 2 * seq_kv * head_dim * 4 <= L2_BYTES:
         heads_in_flight *= 2
-    return table(_schedule(tuple(n_kv_tiles), n_heads, heads_in_flight, device))
+    return table(_schedule(tuple(n_kv_tiles), n_heads, heads_in_flight, n_programs, device))
 
 
 @gluon.jit
-def _wait_turn(CONSUMER: gl.constexpr):
+def _wait_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
     """Consumers take turns to start their matrix products: while one multiplies, another takes exponentials."""
+    if NUM_CONSUMERS == 1:
+        return
     if CONSUMER == 0:
         named_barrier("barrier.sync", "9")
     elif CONSUMER == 1:
@@ -134,6 +154,8 @@ def _wait_turn(CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _pass_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+    if NUM_CONSUMERS == 1:
+        return
     if CONSUMER == NUM_CONSUMERS - 1:
         named_barrier("barrier.arrive", "9")
     elif CONSUMER == 0:
@@ -253,7 +275,7 @@ def _fwd_step(
     v = some_rows(parts(v_smem, stage, BLOCK_DV, num_pieces(BLOCK_DV)), 0, V_ROWS)
     k = parts(k_smem, next_stage, BLOCK_D, num_pieces(BLOCK_D))
     mbarrier.wait(k_full.index(next_stage), phase(step + 1, STAGES))
-    _wait_turn(CONSUMER)
+    _wait_turn(CONSUMER, NUM_CONSUMERS)
     s_token = start_scores(q, k)
     mbarrier.wait(v_full.index(stage), phase(step, STAGES))
     acc_tokens = start_sums(p, v, acc)
@@ -295,7 +317,7 @@ def _fwd_consumer(
     step = 0
     n_done = 0
     q = parts(q_smem, CONSUMER, BLOCK_D, num_pieces(BLOCK_D))
-    if CONSUMER == NUM_CONSUMERS - 1:
+    if NUM_CONSUMERS > 1 and CONSUMER == NUM_CONSUMERS - 1:
         named_barrier("barrier.arrive", "9")  # the first turn is consumer 0's
     heads_inverse = 1.0 / n_heads
     entry_ptr = schedule_ptr + (gl.program_id(0) // n_splits if IS_SPLIT else gl.program_id(0)) * schedule_width
@@ -322,20 +344,20 @@ def _fwd_consumer(
             for _ in range(n_own, n):
                 stage = step % STAGES
                 mbarrier.wait(k_full.index(stage), phase(step, STAGES))
-                _wait_turn(CONSUMER)
+                _wait_turn(CONSUMER, NUM_CONSUMERS)
                 _pass_turn(CONSUMER, NUM_CONSUMERS)
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 mbarrier.wait(v_full.index(stage), phase(step, STAGES))
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 step += 1
             n = n_own
-            end = n_own
+            end = begin + n_own
 
         # The first tile: the diagonal under a causal mask, or else the ragged end of the keys.
         stage = step % STAGES
         k = some_rows(parts(k_smem, stage, BLOCK_D, num_pieces(BLOCK_D)), 0, FIRST_N)
         mbarrier.wait(k_full.index(stage), phase(step, STAGES))
-        _wait_turn(CONSUMER)
+        _wait_turn(CONSUMER, NUM_CONSUMERS)
         s_token = start_scores(q, k)
         _pass_turn(CONSUMER, NUM_CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s_token,))
@@ -520,7 +542,20 @@ def _attention_fwd_hopper_kernel(
         mbarrier.init(v_empty.index(i), count=NUM_CONSUMERS)
     # A tuple kept in a variable would lose its constexprs, so the arguments are spelt out.
     # fmt: off
-    if NUM_CONSUMERS == 2:
+    if NUM_CONSUMERS == 1:
+        gl.warp_specialize([
+            (_fwd_producer, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, lower, upper, n_heads, group_size, n_splits, schedule_ptr, schedule_width,
+                BLOCK_M, BLOCK_N, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, IS_SPLIT)),
+            (_fwd_consumer, (
+                out_desc, lse_ptr, split_out_ptr, q_smem, k_smem, v_smem, out_smem,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                seq_q, seq_kv, lower, upper, n_heads, n_splits, schedule_ptr, schedule_width, scale_log2,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, NUM_CONSUMERS, IS_CAUSAL, IS_BAND, HANDS_BACK,
+                DIAGONAL_FIRST, EVEN_KV, OUT_IN_Q, IS_SPLIT, HEAD_DIM_V, 0)),
+        ], [4], [REGISTERS])
+    elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_fwd_producer, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
@@ -591,10 +626,10 @@ def forward(
     """Fill `out` and its float32 logsumexp, for inputs and limits that `supports` accepts."""
     batch, n_heads, seq_q, _ = q.shape
     n_kv_heads, seq_kv = k.shape[1:3]
-    block_m = 64
     width, width_v = row_width(q), row_width(v)
     is_causal = lower is None and upper == 0
-    is_band = not (is_causal or (lower is None and upper is None))
+    is_unlimited = lower is None and upper is None
+    is_band = not (is_causal or is_unlimited)
     # For more keys there is no room in shared memory, or no registers beside a wide output or the masks of a band.
     block_n = 64 if width > 192 or width_v > 128 or (width > 128 and is_band) else 128
     out_in_q = max(width, width_v) > 128 and width_v <= width
@@ -602,7 +637,15 @@ def forward(
     # Three consumers feed the matrix unit better at head_dim 64, but make coarser causal tiles and have no registers to
     # spare for masks in the loop or of a ragged end.
     n_consumers = 3 if width == width_v == 64 and even_kv and not is_band and not (is_causal and seq_q < 2048) else 2
-    rows = n_consumers * block_m
+    registers = 240 if n_consumers == 2 else 160
+    n_programs, options = num_multiprocessors(q.device), {}
+    is_small = keeps_memory_busy(q, v) and _programs_per_sm(q, v) == 2
+    if is_small and (is_unlimited or (is_causal and max(width, width_v) <= 128)):
+        n_programs, n_consumers, registers, options = 2 * n_programs, 1, 200, {"maxnreg": 128}
+        block_n = 128 if max(width, width_v) == 64 else 64 if max(width, width_v) <= 128 else 32
+        out_in_q = width_v <= width
+        even_kv = False  # one compiled kernel for all lengths
+    rows = n_consumers * CONSUMER_ROWS
     n_splits = 1
     if lower is None and not is_causal:
         least_keys = seq_kv if upper is None else min(seq_kv, min(seq_q, rows) + upper)
@@ -613,9 +656,10 @@ def forward(
     # Causal queries past the last key meet no diagonal: their last key tile is one that they see whole.
     diagonal_first = is_causal and cdiv(seq_q, block_n) <= cdiv(seq_kv, block_n)
     # Of many key tiles, a consumer alone takes as long as three.
-    is_ragged = n_consumers == 3 and not is_causal and 0 < seq_q % rows <= rows - block_m and seq_kv <= 1536
+    is_ragged = n_consumers == 3 and not is_causal and 0 < seq_q % rows <= rows - CONSUMER_ROWS and seq_kv <= 1536
+    hands_back = block_n % rows != 0 if is_causal else is_ragged or seq_q <= CONSUMER_ROWS < rows
     schedule = _schedule_for(
-        batch * n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged, q.shape[-1], q.device
+        batch * n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged, q.shape[-1], n_programs, q.device
     )
     target = out if tma_can_address(out) else padded(out)
     split_out, split_lse = out, lse
@@ -625,16 +669,16 @@ def forward(
     launch(
         _attention_fwd_hopper_kernel,
         (schedule.shape[0] * n_splits,),
-        descriptor(q, [1, 1, block_m, piece_width(width)]),
+        descriptor(q, [1, 1, CONSUMER_ROWS, piece_width(width)]),
         descriptor(k, [1, 1, block_n, piece_width(width)]),
         descriptor(v, [1, 1, block_n, piece_width(width_v)]),
-        descriptor(target, [1, 1, block_m, piece_width(width if out_in_q else width_v)]),
+        descriptor(target, [1, 1, CONSUMER_ROWS, piece_width(width if out_in_q else width_v)]),
         split_lse, split_out, schedule, seq_q, seq_kv, lower, upper, n_heads, n_heads // n_kv_heads, n_splits,
         schedule.shape[1], scale * LOG2_E,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=width, BLOCK_DV=width_v, NUM_CONSUMERS=n_consumers, STAGES=2,
+        BLOCK_M=CONSUMER_ROWS, BLOCK_N=block_n, BLOCK_D=width, BLOCK_DV=width_v, NUM_CONSUMERS=n_consumers, STAGES=2,
         OUT_IN_Q=out_in_q, IS_CAUSAL=is_causal, IS_BAND=is_band,
-        HANDS_BACK=is_ragged or (is_causal and block_n % rows != 0), DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv,
-        IS_SPLIT=n_splits > 1, HEAD_DIM_V=v.shape[-1], REGISTERS=240 if n_consumers == 2 else 160, num_warps=4,
+        HANDS_BACK=hands_back, DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv, IS_SPLIT=n_splits > 1,
+        HEAD_DIM_V=v.shape[-1], REGISTERS=registers, num_warps=4, **options,
     )  # fmt: skip
     if n_splits > 1:
         join_splits(split_out, split_lse, None, out, lse, 1.0)
