@@ -671,8 +671,9 @@ except ValueError as error:
 #
 # The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H100 and the H200, the
 # library has a second set. They serve what most models train with: float16 or bfloat16, with any mask that leaves each
-# query a key, and in the backward pass a head dimension over 16. Where that does not hold, the kernels above stay in
-# charge. Both sets compute the same formulas. What changes is who waits for whom.
+# query a key, and in the backward pass a head dimension over 16 and more than 64 positions (shorter sequences have a
+# kernel further down). Where that does not hold, the kernels above stay in charge. Both sets compute the same formulas.
+# What changes is who waits for whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
@@ -684,7 +685,7 @@ except ValueError as error:
 # cannot be said there.)
 #
 # - The warps part as in the fifth rung of page three: a *producer* starts the copies of :math:`Q`, :math:`K` and
-#   :math:`V`, two or three *consumers* own 64 queries each and do the arithmetic, and barriers in shared memory tell
+#   :math:`V`, one to three *consumers* own 64 queries each and do the arithmetic, and barriers in shared memory tell
 #   each side when a tile has come or may go.
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
@@ -724,7 +725,7 @@ except ValueError as error:
 # seven products. They serve rows of more than 128 numbers, and the first of them is a way to the same bits every time.
 # Whoever needs those says so in torch's own words: after `torch.use_deterministic_algorithms(True)`, the kernel with
 # the one walk leaves :math:`dQ` out, and that of the queries makes it, which is seven products as well. (Without a GPU
-# it is always the two walks from further up.)
+# it is the two walks from further up.)
 
 half = [torch.randn(1, 2, 300, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
 torch.use_deterministic_algorithms(True)
@@ -1403,14 +1404,33 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # keys or more. How many splits are best depends on how full the last round of programs is, which `_num_splits`
 # estimates. Where heads share nothing and are many, more than 66 on an H200, there are no splits: the kernel for many
 # queries has programs for half of the GPU or more then, and that most of its tile is empty costs nothing beside reading
-# the keys. (The sweep has 32 and 512 such heads, and none in between.) In the sweep, 32 heads of queries share 8 or 32
-# heads of keys, with head dimension 128. What counts is the bytes of :math:`K` and :math:`V`, each once.
+# the keys.
+#
+# On Hopper heads that do share keys get there, too, when many sequences are served at once. To the kernel for many
+# queries, one query of each head of a group looks like a few queries of one head: the same memory, with another shape.
+# So it reads each key once, with no splits and nothing to join. And as these queries fill no more than 64 rows, it has
+# only one consumer, smaller steps, and half of the registers and shared memory. Two such programs fit into a
+# multiprocessor, so that an H200 has room for 264 at a time. That helps when there are, say, 160 heads of keys. With
+# room for 132 programs, 28 would have to wait, and would then read alone, too few to keep the memory busy. Now all of
+# them read from the start, and finish at about the same time, because what each waits for is the memory that all share.
+# `keeps_memory_busy` says whether the last round has programs enough; where it has not, the keys are split as above.
+#
+# In the sweep, 32 heads of queries share 8 or 32 heads of keys, with head dimension 128. What counts is the bytes of
+# :math:`K` and :math:`V`, each once.
 
 
 @tg.benchmark.perf_report(
     triton.testing.Benchmark(
         x_names=["batch", "kv_heads", "seq_k"],
-        x_vals=[(1, 8, 4096), (1, 8, 32768), (16, 8, 4096), (64, 8, 2048), (1, 32, 32768), (16, 32, 4096)],
+        x_vals=[
+            (1, 8, 4096),
+            (1, 8, 32768),
+            (16, 8, 4096),
+            (20, 8, 4096),
+            (64, 8, 2048),
+            (1, 32, 32768),
+            (16, 32, 4096),
+        ],
         line_arg="provider",
         line_vals=["triton_gallery", *BACKENDS],
         line_names=["triton_gallery", *BACKENDS],
@@ -1536,6 +1556,92 @@ prompt_report
 # and at 1024; why, we have not looked into.)
 
 # %%
+# Short sequences, many at a time
+# -------------------------------
+#
+# A vision model may attend within windows of :math:`7 \times 7` positions, a text encoder reads captions of 77 tokens,
+# and a batch has thousands of these. At the top of the page we counted :math:`S / 2` operations per byte of the forward pass;
+# with :math:`S = 49` that is left of the ridge, and the memory sets the limit. What holds a kernel back here is empty
+# rows, and being idle between one tile and the next.
+#
+# On Hopper the forward pass of up to 64 queries is the kernel with one consumer from above: no row of a second one is
+# empty, and of the two programs in a multiprocessor one copies while the other computes. It also has somewhat longer
+# sequences, up to 320 positions, if their last tile of 128 rows would be half empty.
+#
+# For the backward pass of up to 64 positions (128 up to head dimension 32) we can forget most of what this page is
+# about. All scores of a head fit into one program, so there is no walk, :math:`p` and :math:`ds` are computed once, and
+# the five products of the formulas are five lines. :math:`\delta` is at hand, without a kernel of its own; so is the
+# whole sum for :math:`dQ`, so the same inputs give the same bits. On all GPUs the library takes this kernel for 16-bit
+# numbers with head dimensions up to 128:
+
+# quote: triton_gallery.attention._row_statistics
+# quote: triton_gallery.attention._attention_bwd_short_kernel
+
+# %%
+# Only products with :math:`P^{\mathsf T}` and :math:`dS^{\mathsf T}` need an operand that lies the wrong way round, and
+# shared memory turns it. How many warps are best is a table in the source, from measurements: `_SHORT_WARPS`. The fewer
+# they are, the less they wait for each other, and the more programs fit into a multiprocessor, until the registers of a
+# warp no longer suffice.
+#
+# The sweep has 65536 positions in 8 heads, with head dimension 64 and no mask. What counts is the bytes of each input
+# and output, once: four matrices forward, eight backward.
+
+
+def short_sequences(direction, name):
+    return tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["seq_len"],
+            x_vals=[16, 32, 49, 64, 77, 100, 128, 160, 197, 256],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", *BACKENDS],
+            line_names=["triton_gallery", *BACKENDS],
+            xlabel="sequence length",
+            ylabel="GB/s",
+            plot_name=f"attention-{direction}-short-fp16",
+            args={"direction": direction},
+        ),
+        title=f"Attention {name} of short sequences, float16",
+        limit="copy",
+    )(bench_short)
+
+
+def bench_short(seq_len, direction, provider):
+    shape = (65536 // seq_len, 8, seq_len, 64)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.float16, requires_grad=direction == "bwd") for _ in "qkv")
+    if provider == "triton_gallery":
+        attention, backend = tg.attention, contextlib.nullcontext()
+    else:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        backend = torch.nn.attention.sdpa_kernel(BACKENDS[provider])
+    with backend:
+        if direction == "fwd":
+            return tg.benchmark.gbps(4 * q.nbytes, tg.benchmark.measure(lambda: attention(q, k, v)))
+        out, dout = attention(q, k, v), torch.randn(shape, device=DEVICE, dtype=torch.float16)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    return tg.benchmark.gbps(8 * q.nbytes, times)
+
+
+report_short = short_sequences("fwd", "forward").run()
+report_short.plot()
+
+# %%
+
+report_short
+
+# %%
+
+report_short_bwd = short_sequences("bwd", "backward").run()
+report_short_bwd.plot()
+
+# %%
+
+report_short_bwd
+
+# %%
+# RESULTS SHORT
+
+# %%
 # Right of the ridge, thanks to what is not written
 # -------------------------------------------------
 #
@@ -1587,6 +1693,8 @@ print(reports["fwd", 128, False].summary())
 print(reports["fwd", 128, True].summary())
 print(decode_report.summary())
 print(prompt_report.summary())
+print(report_short.summary())
+print(report_short_bwd.summary())
 
 # %%
 # The sentences below are about an H200; the page of benchmarks has an H100's curves as well. Some of it can be said

@@ -270,6 +270,44 @@ def test_many_heads(device):
     check(q, k, v)
 
 
+# --- few queries and keys: the backward of a head in one program ---
+
+
+@MASK
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "group", "head_dims"),
+    [
+        (1, 1, 1, (16, 16)),
+        (17, 15, 3, (40, 24)),
+        (49, 49, 1, (32, 32)),
+        (33, 64, 2, (64, 128)),
+        (64, 2, 1, (100, 72)),
+        (5, 32, 16, (1, 5)),
+        (128, 77, 1, (24, 32)),
+    ],
+    ids=str,
+)
+def test_short_sequences(seq_q, seq_k, group, head_dims, dtype, mask, device, monkeypatch):
+    kernels, launch = [], module.launch
+
+    def observed(kernel, *args, **meta):
+        kernels.append(kernel)
+        launch(kernel, *args, **meta)
+
+    monkeypatch.setattr(module, "launch", observed)
+    head_dim, head_dim_v = head_dims
+    q, k, v = inputs((2, 2 * group, seq_q, head_dim), (2, 2, seq_k, head_dim), dtype, device, head_dim_v)
+    check(q, k, v, **MASKS[mask])
+    assert module._attention_bwd_short_kernel in kernels
+
+
+def test_short_sequences_of_any_strides(device):
+    q, k, v = (torch.randn(40, 3, 2, 16, device=device).half().permute(1, 2, 0, 3) for _ in "qkv")
+    check(q, k.mT.contiguous().mT, v.flip(2)[:, :, ::2].repeat_interleave(2, 2), is_causal=True)
+    check(q, k[:, :1], v[:, :1], dout=torch.ones(1, 1, 1, 1, device=device).half().expand(3, 2, 40, 16), scale=0.3)
+
+
 # --- few queries: the keys are split among programs ---
 
 
@@ -380,15 +418,14 @@ def test_a_few_queries_of_many_sequences(batch, heads, kv_heads, seq_q, seq_k, h
 
 @pytest.mark.gpu
 def test_programs_that_keep_memory_busy(device):
-    def keeps_memory_busy(n_heads, head_dim=64, seq_q=1):
-        x = torch.empty(1, n_heads, seq_q, head_dim, device=device).half()
+    def keeps_memory_busy(n_heads, head_dim=64):
+        x = torch.empty(1, n_heads, 1, head_dim, device=device).half()
         return hopper.load("attention_forward").keeps_memory_busy(x, x)
 
     n = module.num_multiprocessors(device)
     assert all(map(keeps_memory_busy, (n, 2 * n, 3 * n, 4 * n)))
     assert not any(map(keeps_memory_busy, (1, n // 2, 2 * n + 1)))  # the last of these is alone in the second round
     assert keeps_memory_busy(n + n // 4) and not keeps_memory_busy(n + n // 4, head_dim=256)
-    assert keeps_memory_busy(n, seq_q=64) and not keeps_memory_busy(n, seq_q=65)
 
 
 @MASK
@@ -682,19 +719,21 @@ def test_logsumexp_is_differentiable(device):
     torch.testing.assert_close(ours, (*expected, torch.zeros_like(v)))
 
 
-@pytest.mark.gpu
 @BOTH_WAYS
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_logsumexp_is_differentiable_in_16_bits(head_dim, deterministic, device):
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "head_dim"),
+    [(40, 50, 16), *(pytest.param(150, 170, d, marks=pytest.mark.gpu) for d in (64, 128, 256))],
+)
+def test_logsumexp_is_differentiable_in_16_bits(seq_q, seq_k, head_dim, deterministic, device):
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    tensors = inputs((1, 4, 150, head_dim), (1, 2, 170, head_dim), torch.bfloat16, device)
-    dout, dlse = torch.randn(1, 4, 150, head_dim, device=device).bfloat16(), torch.randn(1, 4, 150, device=device)
+    tensors = inputs((1, 4, seq_q, head_dim), (1, 2, seq_k, head_dim), torch.bfloat16, device)
+    dout, dlse = torch.randn(1, 4, seq_q, head_dim, device=device).bfloat16(), torch.randn(1, 4, seq_q, device=device)
     leaves = [x.requires_grad_() for x in tensors]
     outputs = tg.attention(*leaves, is_causal=True, enable_gqa=True, return_lse=True)
     ours = torch.autograd.grad(outputs, leaves, (dout, dlse))
     wide = [x.detach().double().requires_grad_() for x in tensors]
     expected = torch.autograd.grad(
-        materialised(*wide, allowed(150, 170, is_causal=True, device=device)), wide, (dout.double(), dlse.double())
+        materialised(*wide, allowed(seq_q, seq_k, is_causal=True, device=device)), wide, (dout.double(), dlse.double())
     )
     for x, exact in zip(ours, expected, strict=True):
         torch.testing.assert_close(x.double(), exact, rtol=0, atol=0.02 * exact.abs().max().item())

@@ -420,6 +420,103 @@ def _attention_join_kernel(
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _row_statistics(
+    out,  # (BLOCK_M, BLOCK_DV)
+    dout,  # as out
+    lse_ptr,
+    dlse_ptr,
+    offsets,  # (BLOCK_M,): where the rows' numbers lie behind these two pointers
+    mask,
+):
+    """What the backward needs of each row: its lse in powers of two, and delta = sum(dout * out) - dlse."""
+    STATS_DTYPE: tl.constexpr = lse_ptr.dtype.element_ty
+    lse = tl.load(lse_ptr + offsets, mask=mask, other=float("-inf"))
+    # Rows with no allowed key, and rows past the end: with +inf their probabilities exp2(s - inf) are 0 in the
+    # backward, where -inf would make them NaN. Nothing depends on their lse.
+    empty = lse == float("-inf")
+    delta = tl.sum(out.to(STATS_DTYPE) * dout.to(STATS_DTYPE), 1)
+    if dlse_ptr is not None:
+        delta = tl.where(empty, 0.0, delta - tl.load(dlse_ptr + offsets, mask=mask, other=0.0))
+    lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)
+    # Where numbers of its size lie 2 or more apart, its roundings may have lowered it by more than such a step, which
+    # would make a probability more than 1, and soon infinite. (The main kernel's scores have roundings of their own.)
+    TWO_UNITS: tl.constexpr = 4.440892098500626e-16 if STATS_DTYPE == tl.float64 else 2.384185791015625e-07
+    lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 4, tl.abs(lse_log2) * TWO_UNITS, 0.0)
+    return lse_log2, delta
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seq_q", "seq_k", "n_kv_heads", "group_size", "lower", "upper", "q_strides", "k_strides", "v_strides",
+        "out_strides", "dout_strides", "dq_strides", "dk_strides", "dv_strides",
+    ]
+)  # fmt: skip
+def _attention_bwd_short_kernel(
+    q_ptr,  # (batch, n_kv_heads * group_size, seq_q, head_dim)
+    k_ptr,  # (batch, n_kv_heads, seq_k, head_dim)
+    v_ptr,  # (batch, n_kv_heads, seq_k, head_dim_v)
+    out_ptr,  # (batch, n_kv_heads * group_size, seq_q, head_dim_v)
+    dout_ptr,  # as out
+    lse_ptr,  # (batch, n_kv_heads * group_size, seq_q), contiguous
+    dlse_ptr,  # as lse, or None
+    dq_ptr,  # as q
+    dk_ptr,  # as k
+    dv_ptr,  # as v
+    seq_q,
+    seq_k,
+    n_kv_heads,
+    group_size,
+    lower,
+    upper,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    dout_strides,
+    dq_strides,
+    dk_strides,
+    dv_strides,
+    scale: tl.float64,
+    HAS_LOWER: tl.constexpr,
+    HAS_UPPER: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr,  # of q, k, v and dout
+    OUT_ALIGN: tl.constexpr,  # of out, dq, dk and dv
+):
+    """A program owns a head of at most BLOCK keys, and has all scores of BLOCK queries at once: nothing is walked."""
+    batch = tl.program_id(0) // n_kv_heads
+    kv_head = tl.program_id(0) % n_kv_heads
+    rows = tl.arange(0, BLOCK)
+    allowed = _is_allowed(rows, rows, lower, upper, seq_k, HAS_LOWER, HAS_UPPER) & (rows < seq_q)[:, None]
+    scale_f32 = tl.full((), scale, tl.float32)
+    scale_log2 = tl.full((), scale * 1.4426950408889634, tl.float32)
+    k = _load_tile(k_ptr, k_strides, batch, kv_head, 0, seq_k, HEAD_DIM, BLOCK, BLOCK_D, ALIGN, False)
+    v = _load_tile(v_ptr, v_strides, batch, kv_head, 0, seq_k, HEAD_DIM_V, BLOCK, BLOCK_DV, ALIGN, False)
+    dk = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK, BLOCK_DV), tl.float32)
+    for member in range(group_size):
+        head = kv_head * group_size + member
+        q = _load_tile(q_ptr, q_strides, batch, head, 0, seq_q, HEAD_DIM, BLOCK, BLOCK_D, ALIGN, False)
+        out = _load_tile(out_ptr, out_strides, batch, head, 0, seq_q, HEAD_DIM_V, BLOCK, BLOCK_DV, OUT_ALIGN, False)
+        dout = _load_tile(dout_ptr, dout_strides, batch, head, 0, seq_q, HEAD_DIM_V, BLOCK, BLOCK_DV, ALIGN, False)
+        offsets = (batch * n_kv_heads * group_size + head).to(tl.int64) * seq_q + rows
+        lse_log2, delta = _row_statistics(out, dout, lse_ptr, dlse_ptr, offsets, rows < seq_q)
+        p = tl.exp2(tl.dot(q, k.T) * scale_log2 - lse_log2[:, None])
+        p = tl.where(allowed, p, 0.0)
+        dv = tl.dot(p.to(dout.dtype).T, dout, dv)
+        ds = (p * (tl.dot(dout, v.T) - delta[:, None])).to(q.dtype)
+        dk = tl.dot(ds.T, q, dk)
+        dq = tl.dot(ds, k) * scale_f32
+        _store_tile(dq_ptr, dq, dq_strides, batch, head, 0, seq_q, HEAD_DIM, BLOCK, BLOCK_D, OUT_ALIGN)
+    _store_tile(dk_ptr, dk * scale_f32, dk_strides, batch, kv_head, 0, seq_k, HEAD_DIM, BLOCK, BLOCK_D, OUT_ALIGN)
+    _store_tile(dv_ptr, dv, dv_strides, batch, kv_head, 0, seq_k, HEAD_DIM_V, BLOCK, BLOCK_DV, OUT_ALIGN)
+
+
 @triton.jit(do_not_specialize=["seq_q", "padded_seq_q", "n_heads", "out_strides", "dout_strides"])
 def _attention_bwd_preprocess_kernel(
     out_ptr,  # (batch, n_heads, seq_q, head_dim_v)
@@ -444,26 +541,14 @@ def _attention_bwd_preprocess_kernel(
     batch_head = tl.program_id(0) // n_tiles
     batch = batch_head // n_heads
     head = batch_head % n_heads
-    STATS_DTYPE: tl.constexpr = lse_ptr.dtype.element_ty
     rows = start + tl.arange(0, BLOCK_M)
     offsets = batch_head.to(tl.int64) * seq_q + rows
     padded_offsets = batch_head.to(tl.int64) * padded_seq_q + rows
 
     out = _load_tile(out_ptr, out_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, False)
     dout = _load_tile(dout_ptr, dout_strides, batch, head, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, False)
-    lse = tl.load(lse_ptr + offsets, mask=rows < seq_q, other=float("-inf"))
-    # Rows with no allowed key, and rows past the end: with +inf their probabilities exp2(s - inf) are 0 in the
-    # backward, where -inf would make them NaN. Nothing depends on their lse.
-    empty = lse == float("-inf")
-    delta = tl.sum(out.to(STATS_DTYPE) * dout.to(STATS_DTYPE), 1)
-    if dlse_ptr is not None:
-        delta = tl.where(empty, 0.0, delta - tl.load(dlse_ptr + offsets, mask=rows < seq_q, other=0.0))
+    lse_log2, delta = _row_statistics(out, dout, lse_ptr, dlse_ptr, offsets, rows < seq_q)
     tl.store(delta_ptr + padded_offsets, delta)
-    lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)
-    # Where numbers of its size lie 2 or more apart, its roundings may have lowered it by more than such a step, which
-    # would make a probability more than 1, and soon infinite. (The main kernel's scores have roundings of their own.)
-    TWO_UNITS: tl.constexpr = 4.440892098500626e-16 if STATS_DTYPE == tl.float64 else 2.384185791015625e-07
-    lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 4, tl.abs(lse_log2) * TWO_UNITS, 0.0)
     tl.store(lse_log2_ptr + padded_offsets, lse_log2)
 
 
@@ -696,6 +781,14 @@ _TILES = {
     "interpreter": {256: {"fwd": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1), "dq": (64, 32, 4, 1)}},
 }
 
+# num_warps of the backward in one kernel, by the padded head_dim that they serve up to, and by BLOCK, as measured on an
+# H200. The fewer, the less they wait for each other; for larger blocks than these registers have no room.
+_SHORT_WARPS = {
+    32: {16: 1, 32: 1, 64: 2, 128: 8},
+    64: {16: 2, 32: 2, 64: 4},
+    128: {16: 1, 32: 2, 64: 4},
+}
+
 
 def _config(
     kernel: str, block_d: int, block_dv: int, dtype: torch.dtype, device: torch.device, use_tma: bool, precision: str
@@ -715,6 +808,17 @@ def _config(
             kind += ", Hopper" if is_hopper(device) else ", Blackwell"
     tiles = next(tiles for largest, tiles in _TILES[kind].items() if widest <= largest)
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tiles[kernel], strict=True))
+
+
+def _short_config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int] | None:
+    """The launch options of the backward in one kernel; None where a head is too much for a program."""
+    block = max(16, next_power_of_2(max(q.shape[2], k.shape[2])))
+    widest = max(_block_d(q.shape[3]), _block_d(v.shape[3]))
+    num_warps = next((warps.get(block) for largest, warps in _SHORT_WARPS.items() if widest <= largest), None)
+    # One program walks all heads of a group, and nothing else would be under way meanwhile.
+    if num_warps is None or q.element_size() != 2 or q.shape[1] > 16 * k.shape[1]:
+        return None
+    return dict(BLOCK=block, num_warps=num_warps, num_stages=1)
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
@@ -986,7 +1090,8 @@ def _attention_bwd(
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     q, k, v, dout = _for_tma(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
-    if _fits_hopper(q, k, v, scale, lower, upper) and max(head_dim, head_dim_v) > 16:
+    short = _short_config(q, k, v)
+    if short is None and _fits_hopper(q, k, v, scale, lower, upper) and max(head_dim, head_dim_v) > 16:
         hopper.load("attention_backward").backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv
     if dout.stride(-1) != 1:
@@ -994,6 +1099,18 @@ def _attention_bwd(
         dout = dout.contiguous()
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
     align = _alignment(q, k, v, out, dout, dq, dk, dv)
+    if short is not None:
+        launch(
+            _attention_bwd_short_kernel,
+            (batch * n_kv_heads,),
+            q, k, v, out, dout, lse, dlse, dq, dk, dv, seq_q, seq_k, n_kv_heads, n_heads // n_kv_heads,
+            *_clamp(seq_q, seq_k, lower, upper), q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(),
+            dq.stride(), dk.stride(), dv.stride(), scale,
+            HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
+            BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=_alignment(q, k, v, dout),
+            OUT_ALIGN=_alignment(out, dq, dk, dv), **short,
+        )  # fmt: skip
+        return dq, dk, dv
     use_tma = _use_tma(q, k, v, dout)
     row_bytes = (head_dim + head_dim_v) * q.element_size()
     precision = _precision(q, v, align)

@@ -76,15 +76,16 @@ def supports(
 
 
 def keeps_memory_busy(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether memory has enough to do, to the end, when few queries have one program for each head.
+    """Whether memory has enough to do, to the end, when each program has few queries, and all keys.
 
-    Reading keys takes all the time then. When fewer than two thirds as many programs are left as there are
+    Reading those takes all the time then. When fewer than two thirds as many programs are left as there are
     multiprocessors, their copies cannot use all of the memory's rate, and they take as long as so many would.
     """
-    n_heads, n_sms = q.shape[0] * q.shape[1], num_multiprocessors(q.device)
-    n_last = n_heads % (n_sms * _programs_per_sm(q, v))
+    n_tiles = q.shape[0] * q.shape[1] * cdiv(q.shape[2], CONSUMER_ROWS)
+    n_sms = num_multiprocessors(q.device)
+    n_last = n_tiles % (n_sms * _programs_per_sm(q, v))
     idle = max(0, 2 * n_sms // 3 - n_last) if n_last else 0
-    return q.shape[2] <= CONSUMER_ROWS and 10 * idle < n_heads
+    return 10 * idle < n_tiles
 
 
 def _programs_per_sm(q, v):
@@ -634,13 +635,15 @@ def forward(
     block_n = 64 if width > 192 or width_v > 128 or (width > 128 and is_band) else 128
     out_in_q = max(width, width_v) > 128 and width_v <= width
     even_kv = seq_kv % block_n == 0
-    # Three consumers feed the matrix unit better at head_dim 64, but make coarser causal tiles and have no registers to
-    # spare for masks in the loop or of a ragged end.
-    n_consumers = 3 if width == width_v == 64 and even_kv and not is_band and not (is_causal and seq_q < 2048) else 2
+    # Three consumers feed the matrix unit better at head_dim 64, but make coarser tiles, which may have more rows than
+    # there are queries, and have no registers to spare for masks in the loop or of a ragged end.
+    fits_three = cdiv(seq_q, 192) * 192 <= 1.2 * cdiv(seq_q, 128) * 128 and not (is_causal and seq_q < 2048)
+    n_consumers = 3 if width == width_v == 64 and even_kv and not is_band and fits_three else 2
     registers = 240 if n_consumers == 2 else 160
     n_programs, options = num_multiprocessors(q.device), {}
-    is_small = keeps_memory_busy(q, v) and _programs_per_sm(q, v) == 2
-    if is_small and (is_unlimited or (is_causal and max(width, width_v) <= 128)):
+    # One consumer suits few queries, and somewhat more whose last tile of 128 rows would be half empty.
+    suits_one = seq_q <= 320 and 0 < seq_q % 128 <= 64 and keeps_memory_busy(q, v) and _programs_per_sm(q, v) == 2
+    if suits_one and (is_unlimited or (is_causal and max(width, width_v) <= 128)):
         n_programs, n_consumers, registers, options = 2 * n_programs, 1, 200, {"maxnreg": 128}
         block_n = 128 if max(width, width_v) == 64 else 64 if max(width, width_v) <= 128 else 32
         out_in_q = width_v <= width
