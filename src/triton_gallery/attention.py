@@ -945,12 +945,13 @@ def _attention_fwd(
         return out, lse
     outputs = out, lse
     q, k, v = _for_tma(q, k, v)
-    if q.shape[2] == 1 and upper is not None and upper >= 0:
+    fits_hopper = _fits_hopper(q, k, v, scale, lower, upper)
+    is_one_query = fits_hopper and q.shape[2] == 1 and lower is None
+    if is_one_query and upper is not None:
         # To a single query, the upper limit is where the keys end.
         k, v, upper = k[:, :, : upper + 1], v[:, :, : upper + 1], None
-    fits_hopper = _fits_hopper(q, k, v, scale, lower, upper)
     n_splits = _num_splits(q, k)
-    if fits_hopper and q.shape[2] == 1 and lower is None and upper is None:
+    if is_one_query:
         # One query of each head of a group: they are as many queries of one head, which reads the keys once for all.
         queries = (*k.shape[:2], q.shape[1] // k.shape[1])
         q, out, lse = q.view(*queries, -1), out.view(*queries, -1), lse.view(queries)
