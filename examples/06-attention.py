@@ -1467,23 +1467,22 @@ decode_report
 
 # %%
 # One sequence of 32768 positions, with a head of keys for each head of queries, has 512 MiB of keys and values, and
-# comes close to a copy's rate: :measured:`attention-decode-fp16: triton_gallery / limit at 1×32×32768` of it. Sixteen
-# sequences of 4096 positions with shared heads have half as much and reach
-# :measured:`attention-decode-fp16: triton_gallery / limit at 16×8×4096`; one of them has 16 MiB, for which two launches
-# and the first wait for memory weigh most, and reaches
+# comes close to a copy's rate: :measured:`attention-decode-fp16: triton_gallery / limit at 1×32×32768` of it. So do 64
+# sequences of 2048 positions with shared heads, which have as much:
+# :measured:`attention-decode-fp16: triton_gallery / limit at 64×8×2048`. Sixteen sequences of 4096 have half as much
+# and reach :measured:`attention-decode-fp16: triton_gallery / limit at 16×8×4096`; one of them has 16 MiB, for which
+# two launches and the first wait for memory weigh most, and reaches
 # :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`, or
 # :measured:`attention-decode-fp16: triton_gallery / copy of as many bytes at 1×8×4096` of a copy of as many bytes. The
-# last shape has 512 heads that share nothing. It takes no splits, and with
-# :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` of it, it is as fast as a copy.
+# last shape has 512 heads that share nothing, and with
+# :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` of the limit it is as fast as a copy.
 #
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096`
-# cuDNN's rate. With one of 32768 we are about even, at
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×32768` with 8 heads of keys and at
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×32×32768` with 32. With sixteen sequences and
-# 32 heads of keys cuDNN is a little ahead: we are at
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 16×32×4096`. With more sequences
-# and shared heads it is further ahead, by the most with 64 sequences of 2048 positions: there we run at
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 64×8×2048`.
+# cuDNN's rate. Everywhere else the two are about even, between
+# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×32768` (one sequence of 32768 positions, 8 heads of
+# keys) and :measured:`attention-decode-fp16: triton_gallery / cuDNN at 20×8×4096` (twenty of 4096). The twenty
+# have the 160 heads of keys from above, and are as near to the limit as sixteen, which have 128:
+# :measured:`attention-decode-fp16: triton_gallery / limit at 20×8×4096`.
 
 # %%
 # A piece of a prompt, all keys
@@ -1546,7 +1545,7 @@ prompt_report
 # cuDNN takes the same time for 16 queries and for 256, as it would with a program to each tile. FlashAttention-2 shares
 # out the keys, too. With 16 queries, which fill a tile of lanes here, we run at
 # :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 16` its rate. With 32 and 64 three quarters
-# and half of our tile of 128 are empty, and we run at
+# and half of our tile of 128 are empty (the second consumer hands back each tile of keys unused), and we run at
 # :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 32` and
 # :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 64`. With 128 queries no row is empty, and
 # four programs to a tile occupy 128 of the 132 multiprocessors of an H200: we run at
@@ -1639,7 +1638,30 @@ report_short_bwd.plot()
 report_short_bwd
 
 # %%
-# RESULTS SHORT
+# Forward, the kernel with one consumer is ahead. With 16, 49, 64 and 160 positions it runs at
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 16`,
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 49`,
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 64` and
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 160` cuDNN's rate. The others are served by two. With
+# 77, 197 and 256 positions these are about even with cuDNN, at
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 77`,
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 197` and
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 256`; with 100 and 128 they are behind, at
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 100` and
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 128`. There a head is a single tile of queries and one
+# of keys, so that a consumer has nothing to do under its products; whether this is what it is, we have not measured.
+#
+# Backward, the kernel with all scores of a head runs at
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 16`,
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 32`,
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 49` and
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 64` cuDNN's rate with 16, 32, 49 and 64 positions. Past
+# these the kernel with one walk takes over, with three launches where there was one. Its tiles have 128 keys. Where
+# they are full, at 128 and 256 positions, it runs at
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 128` and
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 256`; it is behind where much of one is empty, with 77
+# and 160, at :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 77` and
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 160`.
 
 # %%
 # Right of the ridge, thanks to what is not written

@@ -226,6 +226,8 @@ CASES = [
         {"window": 256},
         targets=("sm_90",),
     ),
+    # Many short sequences: two programs in a multiprocessor of Hopper, and the backward of a head in one.
+    Case("attention", [(512, 8, 49, 64)] * 3, (F16,), always=True),
     # Programs that share the keys of a query tile, and in the backward pass the queries of a key tile.
     Case(
         "attention",
@@ -296,6 +298,10 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
         "the parts of a float32 tile, some 370 bytes before Triton 3.9; larger tiles are faster all the same",
     ),
     ("attention 4x8x1x64", "sm_90"): (608, "the same kernels"),
+    **{
+        ("attention 512x8x49x64", target): (spills, "the backward of a head: with more warps it is slower all the same")
+        for target, spills in {"sm_80": 160, "sm_86": 84, "sm_90": 20, "sm_120": 168}.items()
+    },
     ("attention 4x8x2048x64", "sm_80"): (12, "three values of the forward pass, with Triton 3.9 alone"),
     ("attention 2x4x1024x64", "sm_86"): (12, "ptxas sets itself a limit of 80 registers"),
     ("attention 2x4x1024x128", "sm_90"): (1216, "the same, with rows twice as long"),
