@@ -517,7 +517,9 @@ def build(tmp_path):
         ),
         ("assert 1 + 1 == 3, 'arithmetic'", "AssertionError: arithmetic"),
         ("assert 1 + 1 == 2", "examples/02-other.py: the page executed nothing that shows"),
-        ("raise SystemExit(0)", "RuntimeError: the page ended the process: SystemExit(0)"),
+        pytest.param(
+            "raise SystemExit(0)", "RuntimeError: the page ended the process: SystemExit(0)", marks=pytest.mark.slow
+        ),
     ],
     ids=["quote", "number", "work", "assertion", "silent", "exit"],
 )

@@ -56,6 +56,11 @@ def server(site):
         running.shutdown()
 
 
+@functools.cache
+def _compressed(path: Path) -> bytes:
+    return gzip.compress(path.read_bytes(), mtime=0)
+
+
 class _Handler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -63,7 +68,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         path = Path(self.translate_path(self.path))
         if path.suffix not in {".html", ".css", ".js", ".svg", ".txt", ".json"} or not path.is_file():
             return super().do_GET()
-        body = gzip.compress(path.read_bytes(), mtime=0)
+        body = _compressed(path)
         self.send_response(200)
         headers = {"Type": f"{self.guess_type(path)}; charset=utf-8", "Encoding": "gzip", "Length": len(body)}
         for name, value in headers.items():
