@@ -1288,17 +1288,22 @@ def attention(
         one number a query for the forward and two for the backward, and the float32 gradient of q that Hopper's kernels
         keep (see below). To it come splits, where up to 64 queries (16 in float32, none in float64) share 512 keys or
         more and heads are few or shared, as in decoding: several programs share the keys, and each needs room for a
-        float32 copy of the output. On Hopper splits also serve more queries, in 16 bits, where their tiles fill at most
-        half of the GPU (but not with a limit to the left, nor with a causal mask that begins with query 0 at key 0),
-        and in the backward pass of rows of up to 128 numbers several programs may share a tile of 128 keys, each with a
-        float32 copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
-        Hopper, and so may the output and the gradients be.
+        float32 copy of the output. (On Hopper one query in each of many heads needs none, in 16 bits.) There splits
+        also serve more queries, in 16 bits, where their tiles fill at most half of the GPU (but not with a limit to the
+        left, nor with a causal mask that begins with query 0 at key 0), and in the backward pass of rows of up to 128
+        numbers several programs may share a tile of 128 keys, each with a float32 copy of its gradients. 16-bit tensors
+        whose rows do not begin at multiples of 16 bytes are copied on Hopper, and so may the output and the gradients
+        be.
 
-        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so
-        does their backward pass where the larger head_dim is more than 16. With rows of up to 128
-        numbers it keeps the gradient of q in float32 and adds it up in no fixed order.
+        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so does the
+        backward pass where the larger head_dim is more than 16, but for short sequences. With rows of up to 128 numbers
+        it keeps the gradient of q in float32 and adds it up in no fixed order.
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
+
+        Short sequences in 16 bits have a backward pass of one kernel, without memory beside the gradients: up to 64
+        queries and keys with a larger head_dim of up to 128, or 128 of them with one of up to 32, if no more than 16
+        heads of q share one of k.
 
         A query whose scores are all -inf gets 0, like one that may see no key. Two defects are known, both of extreme
         numbers: on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get
