@@ -100,6 +100,10 @@ CALLS = [
     attention(300, 200, 256, window=(90, None)),
     attention(300, 333, 150, heads=(4, 2)),
     attention(300, 333, 192, head_dim_v=128, is_causal=True),
+    *(attention(49, 41, d, heads=(100, 100), is_causal=causal) for d in (64, 100) for causal in (False, True)),
+    attention(10, 15, 33, heads=(4, 2), window=(3, 5)),
+    attention(1, 300, 128, heads=(400, 100)),
+    attention(40, 700, 128),
 ]
 
 
