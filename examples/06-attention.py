@@ -671,9 +671,9 @@ except ValueError as error:
 #
 # The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H100 and the H200, the
 # library has a second set. They serve what most models train with: float16 or bfloat16, with any mask that leaves each
-# query a key, and in the backward pass a head dimension over 16 and more than 64 positions (shorter sequences have a
-# kernel further down). Where that does not hold, the kernels above stay in charge. Both sets compute the same formulas.
-# What changes is who waits for whom.
+# query a key, and in the backward pass a head dimension over 16 (and short sequences have a kernel of their own,
+# further down). Where that does not hold, the kernels above stay in charge. Both sets compute the same formulas. What
+# changes is who waits for whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
@@ -1408,12 +1408,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #
 # On Hopper heads that do share keys get there, too, when many sequences are served at once. To the kernel for many
 # queries, one query of each head of a group looks like a few queries of one head: the same memory, with another shape.
-# So it reads each key once, with no splits and nothing to join. And as these queries fill no more than 64 rows, it has
-# only one consumer, smaller steps, and half of the registers and shared memory. Two such programs fit into a
-# multiprocessor, so that an H200 has room for 264 at a time. That helps when there are, say, 160 heads of keys. With
-# room for 132 programs, 28 would have to wait, and would then read alone, too few to keep the memory busy. Now all of
-# them read from the start, and finish at about the same time, because what each waits for is the memory that all share.
-# `keeps_memory_busy` says whether the last round has programs enough; where it has not, the keys are split as above.
+# So it reads each key once, with no splits and nothing to join. Where these queries fill no more than 64 rows, of at
+# most 192 numbers, it has only one consumer, smaller steps, and half of the registers and shared memory. Two such
+# programs fit into a multiprocessor, so that an H200 has room for 264 at a time. That helps when there are, say, 160
+# heads of keys. With room for 132 programs, 28 would have to wait, and would then read alone, too few to keep the
+# memory busy. Now all of them read from the start, and finish at about the same time, because what each waits for is
+# the memory that all share. `keeps_memory_busy` says whether the last round has programs enough; where it has not, the
+# keys are split as above.
 #
 # In the sweep, 32 heads of queries share 8 or 32 heads of keys, with head dimension 128. What counts is the bytes of
 # :math:`K` and :math:`V`, each once.
@@ -1543,16 +1544,15 @@ prompt_report
 
 # %%
 # cuDNN takes the same time for 16 queries and for 256, as it would with a program to each tile. FlashAttention-2 shares
-# out the keys, too. With 16 queries, which fill a tile of lanes here, we run at
-# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 16` its rate. With 32 and 64 three quarters
-# and half of our tile of 128 are empty (the second consumer hands back each tile of keys unused), and we run at
-# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 32` and
-# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 64`. With 128 queries no row is empty, and
-# four programs to a tile occupy 128 of the 132 multiprocessors of an H200: we run at
-# :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 128` the rate of FlashAttention-2 and
-# :measured:`attention-fwd-prompt-fp16: triton_gallery / cuDNN at 128` that of cuDNN. From 512 on cuDNN has programs
-# enough, too, and what remains is the difference between the kernels. (FlashAttention-2 reaches less at 512 than at 256
-# and at 1024; why, we have not looked into.)
+# out the keys, too. With 16 queries, which fill a tile of lanes here, we run at :measured:`attention-fwd-prompt-fp16:
+# triton_gallery / FlashAttention-2 at 16` its rate. With 32 and 64 three quarters and half of our tile of 128 are empty
+# (the second consumer hands back all tiles of keys but one unused), and we run at :measured:`attention-fwd-prompt-fp16:
+# triton_gallery / FlashAttention-2 at 32` and :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2
+# at 64`. With 128 queries no row is empty, and four programs to a tile occupy 128 of the 132 multiprocessors of an
+# H200: we run at :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 128` the rate of
+# FlashAttention-2 and :measured:`attention-fwd-prompt-fp16: triton_gallery / cuDNN at 128` that of cuDNN. From 512 on
+# cuDNN has programs enough, too, and what remains is the difference between the kernels. (FlashAttention-2 reaches less
+# at 512 than at 256 and at 1024; why, we have not looked into.)
 
 # %%
 # Short sequences, many at a time
@@ -1571,7 +1571,8 @@ prompt_report
 # about. All scores of a head fit into one program, so there is no walk, :math:`p` and :math:`ds` are computed once, and
 # the five products of the formulas are five lines. :math:`\delta` is at hand, without a kernel of its own; so is the
 # whole sum for :math:`dQ`, so the same inputs give the same bits. On all GPUs the library takes this kernel for 16-bit
-# numbers with head dimensions up to 128:
+# numbers with head dimensions up to 128, if no more than 16 heads of queries share one of keys, as one program walks
+# these:
 
 # quote: triton_gallery.attention._row_statistics
 # quote: triton_gallery.attention._attention_bwd_short_kernel
@@ -1638,30 +1639,30 @@ report_short_bwd.plot()
 report_short_bwd
 
 # %%
-# Forward, the kernel with one consumer is ahead. With 16, 49, 64 and 160 positions it runs at
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 16`,
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 49`,
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 64` and
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 160` cuDNN's rate. The others are served by two. With
-# 77, 197 and 256 positions these are about even with cuDNN, at
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 77`,
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 197` and
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 256`; with 100 and 128 they are behind, at
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 100` and
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 128`. There a head is a single tile of queries and one
-# of keys, so that a consumer has nothing to do under its products; whether this is what it is, we have not measured.
+# Forward, the kernel with one consumer is ahead. With 16, 32, 49, 64 and 160 positions it runs at
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 16`, :measured:`attention-fwd-short-fp16:
+# triton_gallery / cuDNN at 32`, :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 49`,
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 64` and :measured:`attention-fwd-short-fp16:
+# triton_gallery / cuDNN at 160` cuDNN's rate. That is far from the limit still: :measured:`attention-fwd-short-fp16:
+# triton_gallery / limit at 16` of it with 16 positions, a quarter of the tile's rows, and
+# :measured:`attention-fwd-short-fp16: triton_gallery / limit at 64` with 64. The others are served by two. With 77, 197
+# and 256 positions these are about even with cuDNN, at :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at
+# 77`, :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 197` and :measured:`attention-fwd-short-fp16:
+# triton_gallery / cuDNN at 256`; with 100 and 128 they are behind, at :measured:`attention-fwd-short-fp16:
+# triton_gallery / cuDNN at 100` and :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 128`. There a head
+# is a single tile of queries and one of keys, so that a consumer has nothing to do under its products; whether this is
+# what it is, we have not measured.
 #
-# Backward, the kernel with all scores of a head runs at
-# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 16`,
-# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 32`,
-# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 49` and
-# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 64` cuDNN's rate with 16, 32, 49 and 64 positions. Past
-# these the kernel with one walk takes over, with three launches where there was one. Its tiles have 128 keys. Where
-# they are full, at 128 and 256 positions, it runs at
-# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 128` and
-# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 256`; it is behind where much of one is empty, with 77
-# and 160, at :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 77` and
-# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 160`.
+# Backward, the kernel with all scores of a head runs at :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at
+# 16`, :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 32`, :measured:`attention-bwd-short-fp16:
+# triton_gallery / cuDNN at 49` and :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 64` cuDNN's rate with
+# 16, 32, 49 and 64 positions, and at :measured:`attention-bwd-short-fp16: triton_gallery / limit at 16` of the limit
+# with 16, where the tile is full. Past these the kernel with one walk takes over, with three launches where there was
+# one. Its tiles have 128 keys. Where they are full, at 128 and 256 positions, it runs at
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 128` and :measured:`attention-bwd-short-fp16:
+# triton_gallery / cuDNN at 256`; it is behind where much of one is empty, with 77 and 160, at
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 77` and :measured:`attention-bwd-short-fp16:
+# triton_gallery / cuDNN at 160`.
 
 # %%
 # Right of the ridge, thanks to what is not written

@@ -101,7 +101,10 @@ CALLS = [
     attention(300, 333, 150, heads=(4, 2)),
     attention(300, 333, 192, head_dim_v=128, is_causal=True),
     *(attention(49, 41, d, heads=(100, 100), is_causal=causal) for d in (64, 100) for causal in (False, True)),
+    attention(160, 300, 64, heads=(95, 95), is_causal=True),
     attention(10, 15, 33, heads=(4, 2), window=(3, 5)),
+    attention(100, 77, 24, head_dim_v=32),
+    attention(49, 41, 64, head_dim_v=128),
     attention(1, 300, 128, heads=(400, 100)),
     attention(40, 700, 128),
 ]

@@ -227,7 +227,9 @@ CASES = [
         targets=("sm_90",),
     ),
     # Many short sequences: two programs in a multiprocessor of Hopper, and the backward of a head in one.
-    Case("attention", [(512, 8, 49, 64)] * 3, (F16,), always=True),
+    Case("attention", [(512, 8, 49, 64)] * 3, (F16,), targets=SMALL, always=True),
+    Case("attention", [(64, 8, 64, 128)] * 3, (F16,), targets=SMALL),
+    Case("attention", [(64, 8, 128, 32)] * 3, (F16,), targets=SMALL),
     # Programs that share the keys of a query tile, and in the backward pass the queries of a key tile.
     Case(
         "attention",
@@ -299,8 +301,13 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ),
     ("attention 4x8x1x64", "sm_90"): (608, "the same kernels"),
     **{
-        ("attention 512x8x49x64", target): (spills, "the backward of a head: with more warps it is slower all the same")
-        for target, spills in {"sm_80": 160, "sm_86": 84, "sm_90": 20, "sm_120": 168}.items()
+        (f"attention {shape}", target): (size, "the backward of a head: with more warps it is slower all the same")
+        for shape, sizes in {
+            "512x8x49x64": {"sm_80": 160, "sm_86": 84, "sm_90": 20, "sm_120": 168},
+            "64x8x64x128": {"sm_80": 556, "sm_86": 544, "sm_90": 452, "sm_100": 8, "sm_120": 324},
+            "64x8x128x32": {"sm_80": 152, "sm_86": 176, "sm_120": 80, "gfx942": 344},
+        }.items()
+        for target, size in sizes.items()
     },
     ("attention 4x8x2048x64", "sm_80"): (12, "three values of the forward pass, with Triton 3.9 alone"),
     ("attention 2x4x1024x64", "sm_86"): (12, "ptxas sets itself a limit of 80 registers"),

@@ -782,7 +782,7 @@ _TILES = {
 }
 
 # num_warps of the backward in one kernel, by the padded head_dim that they serve up to, and by BLOCK, as measured on an
-# H200. The fewer, the less they wait for each other; for larger blocks than these registers have no room.
+# H200. The fewer, the less they wait for each other. What is not in the table has no room in registers.
 _SHORT_WARPS = {
     32: {16: 1, 32: 1, 64: 2, 128: 8},
     64: {16: 2, 32: 2, 64: 4},
@@ -1288,12 +1288,12 @@ def attention(
         one number a query for the forward and two for the backward, and the float32 gradient of q that Hopper's kernels
         keep (see below). To it come splits, where up to 64 queries (16 in float32, none in float64) share 512 keys or
         more and heads are few or shared, as in decoding: several programs share the keys, and each needs room for a
-        float32 copy of the output. (On Hopper one query in each of many heads needs none, in 16 bits.) There splits
-        also serve more queries, in 16 bits, where their tiles fill at most half of the GPU (but not with a limit to the
-        left, nor with a causal mask that begins with query 0 at key 0), and in the backward pass of rows of up to 128
-        numbers several programs may share a tile of 128 keys, each with a float32 copy of its gradients. 16-bit tensors
-        whose rows do not begin at multiples of 16 bytes are copied on Hopper, and so may the output and the gradients
-        be.
+        float32 copy of the output. (On Hopper one query in each of many heads needs none, in 16 bits and without a
+        limit to the left.) There splits also serve more queries, in 16 bits, where their tiles fill at most half of the
+        GPU (but not with a limit to the left, nor with a causal mask that begins with query 0 at key 0), and in the
+        backward pass of rows of up to 128 numbers several programs may share a tile of 128 keys, each with a float32
+        copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on Hopper, and
+        so may the output and the gradients be.
 
         On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so does the
         backward pass where the larger head_dim is more than 16, but for short sequences. With rows of up to 128 numbers
