@@ -1571,8 +1571,8 @@ prompt_report
 # about. All scores of a head fit into one program, so there is no walk, :math:`p` and :math:`ds` are computed once, and
 # the five products of the formulas are five lines. :math:`\delta` is at hand, without a kernel of its own; so is the
 # whole sum for :math:`dQ`, so the same inputs give the same bits. On all GPUs the library takes this kernel for 16-bit
-# numbers with head dimensions up to 128, if no more than 16 heads of queries share one of keys, as one program walks
-# these:
+# numbers with head dimensions up to 128. One program walks all heads of queries that share one of keys. If these are
+# many, and the batch so small that few other programs run, the kernels of long sequences stay faster.
 
 # quote: triton_gallery.attention._row_statistics
 # quote: triton_gallery.attention._attention_bwd_short_kernel

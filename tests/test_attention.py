@@ -285,6 +285,25 @@ def observed_launches(where, monkeypatch):
     return launches
 
 
+@pytest.mark.parametrize(
+    ("window", "cuts"), [((4, 8), (False, False)), ((3, 8), (True, False)), ((4, 7), (False, True))], ids=str
+)
+def test_limits_that_cut_nothing_are_none(window, cuts, device, monkeypatch):
+    launches = observed_launches(module, monkeypatch)
+    q, k, v = inputs((1, 2, 5, 16), (1, 2, 9, 16), device=device)
+    with_gradients(functools.partial(tg.attention, window=window), q, k, v, torch.ones_like(q))
+    masks = {(meta["HAS_LOWER"], meta["HAS_UPPER"]) for _, meta in launches if "HAS_LOWER" in meta}
+    assert masks == {cuts}
+
+
+def test_equal_tiles_are_taken_in_turn():
+    """The schedule of equal tiles, which is made at once, is that of any tiles."""
+    forward = importlib.import_module("triton_gallery.hopper.attention_forward")
+    for n_tiles, n_heads, n_programs in ((1, 7, 3), (3, 10, 30), (4, 33, 8), (2, 66, 132)):
+        in_turn = forward._in_turn(n_tiles, n_heads, n_programs)
+        assert torch.equal(in_turn, forward._longest_first([8] * n_tiles, n_heads, 4, n_programs))
+
+
 @MASK
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "group", "head_dims"),
@@ -305,6 +324,16 @@ def test_short_sequences(seq_q, seq_k, group, head_dims, mask, device, monkeypat
     q, k, v = inputs((2, 2 * group, seq_q, head_dim), (2, 2, seq_k, head_dim), torch.float16, device, head_dim_v)
     check(q, k, v, **MASKS[mask])
     assert module._attention_bwd_short_kernel in [kernel for kernel, _ in launches]
+
+
+def test_few_programs_do_not_walk_many_heads():
+    def config(batch, heads, seq_len, head_dim):
+        q, k = (torch.empty(batch, n, seq_len, head_dim, dtype=torch.float16, device="meta") for n in (heads, 1))
+        return module._short_config(q, k, k)
+
+    assert config(8, 16, 64, 128) is None and config(8, 8, 64, 64) is None
+    assert config(64, 16, 64, 128) == dict(BLOCK=64, num_warps=4, num_stages=1)
+    assert config(8, 4, 49, 64) == config(1, 1, 64, 64) == dict(BLOCK=64, num_warps=4, num_stages=1)
 
 
 def test_short_sequences_of_any_strides(device):

@@ -46,6 +46,12 @@ CALLS = {
     "dropout": lambda x, y: tg.dropout(x, 0.3, seed=9),
     "dropout of a transposed matrix": lambda x, y: tg.dropout(y.t(), 0.3, seed=64),
     "attention and lse": lambda x, y: tg.attention(*(t.view(1, 1, -1, 64) for t in (x, y, x + y)), return_lse=True),
+    "attention of one query of each head of a group, and lse": lambda x, y: tg.attention(
+        x.flatten()[:1024].view(8, 8, 1, 16),
+        *(t.view(8, 2, 6, 16) for t in (y, x + y)),
+        enable_gqa=True,
+        return_lse=True,
+    ),
 }
 
 

@@ -815,9 +815,12 @@ def _short_config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str
     block = max(16, next_power_of_2(max(q.shape[2], k.shape[2])))
     widest = max(_block_d(q.shape[3]), _block_d(v.shape[3]))
     num_warps = next((warps.get(block) for largest, warps in _SHORT_WARPS.items() if widest <= largest), None)
-    # One program walks all heads of a group, and nothing else would be under way meanwhile.
-    if num_warps is None or q.element_size() != 2 or q.shape[1] > 16 * k.shape[1]:
+    if num_warps is None or q.element_size() != 2:
         return None
+    # One program walks all heads of a group. Where it is much that each does, and programs are few, others share more.
+    if q.shape[1] // k.shape[1] * block * widest > 16 * 1024:
+        if k.shape[0] * k.shape[1] < num_multiprocessors(q.device) // 3:
+            return None
     return dict(BLOCK=block, num_warps=num_warps, num_stages=1)
 
 
@@ -879,6 +882,17 @@ def _heads_per_section(n_heads: int, seq_len: int, row_bytes: int) -> int:
 def _clamp(seq_q: int, seq_k: int, lower: int | None, upper: int | None) -> tuple[int, int]:
     """The limits as kernels take them: 0 when there is none, and within what the lengths make a difference for."""
     return tuple(0 if limit is None else max(-seq_q, min(limit, seq_k)) for limit in (lower, upper))
+
+
+def _that_cut(seq_q: int, seq_k: int, lower: int | None, upper: int | None) -> tuple[int | None, int | None]:
+    """The limits, but None for one that keeps no query from any key: no mask is the fastest.
+
+    A causal mask stays: where query 0 sees key 0 alone, one key is no reason to compile a kernel for it.
+    """
+    return (
+        None if lower is None or lower <= 1 - seq_q else lower,
+        None if upper is None or upper >= max(1, seq_k - 1) else upper,
+    )
 
 
 def _precision(q: torch.Tensor, v: torch.Tensor, align: int) -> str:
@@ -944,6 +958,7 @@ def _attention_fwd(
     if out.numel() == 0:
         return out, lse
     outputs = out, lse
+    lower, upper = _that_cut(q.shape[2], k.shape[2], lower, upper)
     q, k, v = _for_tma(q, k, v)
     fits_hopper = _fits_hopper(q, k, v, scale, lower, upper)
     is_one_query = fits_hopper and q.shape[2] == 1 and lower is None
@@ -1087,6 +1102,7 @@ def _attention_bwd(
         return dq, dk.zero_(), dv.zero_()
     # A vmap may bring it expanded.
     lse = lse.contiguous()
+    lower, upper = _that_cut(q.shape[2], k.shape[2], lower, upper)
     batch, n_heads, seq_q, head_dim = q.shape
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     q, k, v, dout = _for_tma(q, k, v, dout)
@@ -1302,8 +1318,8 @@ def attention(
         case, forward and backward repeat bit for bit.
 
         Short sequences in 16 bits have a backward pass of one kernel, without memory beside the gradients: up to 64
-        queries and keys with a larger head_dim of up to 128, or 128 of them with one of up to 32, if no more than 16
-        heads of q share one of k.
+        queries and keys with a larger head_dim of up to 128, or 128 of them with one of up to 32, unless many heads of
+        q share one of k and sequences are few.
 
         A query whose scores are all -inf gets 0, like one that may see no key. Two defects are known, both of extreme
         numbers: on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get

@@ -93,30 +93,46 @@ def _programs_per_sm(q, v):
     return 2 if max(row_width(q), row_width(v)) <= 192 else 1
 
 
-@functools.cache
-def _schedule(n_kv_tiles, n_heads, heads_in_flight, n_programs, device):
-    """An int32 table (programs, width): the tiles of each program, −1 after the last.
+def _in_turn(n_tiles, n_heads, n_programs):
+    """The schedule of equal tiles: each program takes the next one."""
+    tiles = torch.arange(n_heads)[:, None] * MAX_TILES.value + torch.arange(n_tiles)
+    rounds = cdiv(tiles.numel(), n_programs) + 1
+    padded_tiles = torch.nn.functional.pad(tiles.flatten(), (0, rounds * n_programs - tiles.numel()), value=-1)
+    return padded_tiles.view(rounds, n_programs).T.to(torch.int32).contiguous()
 
-    Heads are taken in groups whose K and V stay in L2; within a group the longest tiles go first, each to the program
-    that is free first. Without this, a causal mask leaves a quarter of the machine idle.
 
-    Args:
-        n_kv_tiles: how long each query tile of a head takes: as so many key tiles.
-    """
-    n_tiles = len(n_kv_tiles)
-    n_programs = min(n_programs, n_tiles * n_heads)
+def _longest_first(n_kv_tiles, n_heads, heads_in_flight, n_programs):
+    """The schedule of unequal tiles: within a group of heads the longest go first, each to the program free first."""
     lists = [[] for _ in range(n_programs)]
     free_at = [(0.0, program) for program in range(n_programs)]
     for first in range(0, n_heads, heads_in_flight):
         heads = range(first, min(n_heads, first + heads_in_flight))
-        tiles = [(tile, head) for head in heads for tile in range(n_tiles)]
+        tiles = [(tile, head) for head in heads for tile in range(len(n_kv_tiles))]
         for tile, head in sorted(tiles, key=lambda entry: -n_kv_tiles[entry[0]]):
             time, program = heapq.heappop(free_at)
             lists[program].append(head * MAX_TILES.value + tile)
             # 0.6 of a step is what starting and ending a tile costs.
             heapq.heappush(free_at, (time + n_kv_tiles[tile] + 0.6, program))
     width = max(map(len, lists)) + 1
-    table = torch.tensor([tiles + [-1] * (width - len(tiles)) for tiles in lists], dtype=torch.int32)
+    return torch.tensor([tiles + [-1] * (width - len(tiles)) for tiles in lists], dtype=torch.int32)
+
+
+@functools.cache
+def _schedule(n_kv_tiles, n_heads, heads_in_flight, n_programs, device):
+    """An int32 table (programs, width): the tiles of each program, −1 after the last.
+
+    Heads are taken in groups whose K and V stay in L2. Left to itself, a causal mask leaves a quarter of the machine
+    idle.
+
+    Args:
+        n_kv_tiles: how long each query tile of a head takes: as so many key tiles.
+    """
+    n_tiles = len(n_kv_tiles)
+    n_programs = min(n_programs, n_tiles * n_heads)
+    if min(n_kv_tiles) == max(n_kv_tiles):
+        table = _in_turn(n_tiles, n_heads, n_programs)
+    else:
+        table = _longest_first(n_kv_tiles, n_heads, heads_in_flight, n_programs)
     # torch.compile, when it prepares a CUDA graph, takes what its thread allocates for a part of the graph.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(table.to, device).result()
