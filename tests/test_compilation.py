@@ -48,7 +48,8 @@ class Case:
     kwargs: dict = field(default_factory=dict)  # a shape among them stands for a tensor
     matrix: bool = False  # matrix instructions must appear
     targets: tuple[str, ...] = codegen.TARGETS
-    always: bool = False  # compiled in every run, with its first dtype; `make fuzz` compiles all the rest
+    # Compiled in every run, with its first dtype, for all targets or for one; `make fuzz` compiles all the rest.
+    always: bool | str = False
 
     def calls(self):
         """For each dtype a name and a call, with its gradients where it has some."""
@@ -99,7 +100,7 @@ CASES = [
     Case("softmax", [(64, 151936)], (F16,), targets=("sm_90",), always=True),
     Case("softmax", [(1024, 262144)], (F16,)),
     Case("softmax", [(64, 256, 512)], (F16, F64), {"dim": 1}),
-    Case("log_softmax", [(4096, 8192)], (F16,), always=True),
+    Case("log_softmax", [(4096, 8192)], (F16,), always="sm_90"),
     Case("log_softmax", [(4096, 131072)], (F32,)),
     Case("dropout", [VECTOR], FLOATS, {"p": 0.5, "seed": 1}, always=True),
     Case("dropout", [T(1024, 1024)], (F16,), {"p": 0.5}, always=True),
@@ -136,14 +137,19 @@ CASES = [
         always=True,
     ),
     Case(
-        "layer_norm", [(4096, 9216)], HALF, {"normalized_shape": [9216], "weight": (9216,)}, targets=SMALL, always=True
+        "layer_norm",
+        [(4096, 9216)],
+        HALF,
+        {"normalized_shape": [9216], "weight": (9216,)},
+        targets=SMALL,
+        always="sm_90",
     ),
     Case(
         "layer_norm",
         [(4096, 12288)],
         HALF,
         {"normalized_shape": [12288], "weight": (12288,), "bias": (12288,)},
-        always=True,
+        always="sm_90",
     ),
     Case("layer_norm", [(4096, 13312)], (F16,), {"normalized_shape": [13312], "weight": (13312,), "bias": (13312,)}),
     Case("layer_norm", [(200, 16384)], (F16,), {"normalized_shape": [16384], "weight": (16384,), "bias": (16384,)}),
@@ -166,7 +172,7 @@ CASES = [
     Case("layer_norm", [(1024, 65536)], (F64, F16), {"normalized_shape": [65536]}, always=True),
     Case("layer_norm", [(300, 131088)], (F32,), {"normalized_shape": [131088]}, targets=("sm_90",)),
     Case("layer_norm", [(4, 1048576)], (F16,), {"normalized_shape": [1048576]}, targets=("sm_90",)),
-    Case("rms_norm", [(4096, 4096)], (F16, F32), {"normalized_shape": [4096], "weight": (4096,)}, always=True),
+    Case("rms_norm", [(4096, 4096)], (F16, F32), {"normalized_shape": [4096], "weight": (4096,)}, always="sm_90"),
     Case("rms_norm", [(4096, 16384)], (BF16,), {"normalized_shape": [16384], "weight": (16384,)}),
     Case("matmul", [MATRIX, MATRIX], HALF, matrix=True, targets=SMALL, always=True),
     Case("matmul", [MATRIX, T(1024, 1024)], (F16,), matrix=True),
@@ -213,10 +219,8 @@ CASES = [
         targets=("sm_90",),
         always=True,
     ),
-    Case("attention", [(2, 4, 1024, 64)] * 3, (F32,), targets=("sm_86", "sm_90", "sm_120")),
-    Case(
-        "attention", [(2, 4, 1024, 128)] * 3, (F32,), {"is_causal": True}, matrix=True, targets=("sm_90",), always=True
-    ),
+    Case("attention", [(2, 4, 1024, 64)] * 3, (F32,), targets=("sm_86", "sm_90", "sm_120"), always=True),
+    Case("attention", [(2, 4, 1024, 128)] * 3, (F32,), {"is_causal": True}, matrix=True, targets=("sm_90",)),
     Case("attention", [(4, 8, 1, 128), (4, 8, 8192, 128), (4, 8, 8192, 128)], (F16,)),
     Case("attention", [(4, 8, 1, 64), (4, 8, 8192, 64), (4, 8, 8192, 64)], (F32,), targets=("sm_90", "gfx942")),
     Case(
@@ -320,12 +324,18 @@ CALLS = {name: (call, case) for case in CASES for name, call in case.calls()}
 
 
 def _batch(name: str, target: str) -> str:
-    """What one process compiles: all cases of a target, or for Hopper, which has the largest kernels, of a function."""
-    return f"{target} {name.split()[0]}" if target == "sm_90" else target
+    """What one process compiles: all cases of a target, but for Hopper's largest kernels."""
+    function = name.split()[0]
+    return f"{target} {function}" if target == "sm_90" and function in ("attention", "matmul") else target
 
 
 # With these every kernel is compiled for every GPU that has it: `test_every_run_compiles_each_kernel`.
-ALWAYS = {next(case.calls())[0] for case in CASES if case.always}
+ALWAYS = {
+    (next(case.calls())[0], target)
+    for case in CASES
+    for target in case.targets
+    if target in codegen.TARGETS and case.always in (True, target)
+}
 
 
 @pytest.fixture(scope="session")
@@ -361,7 +371,7 @@ def check(kernels: list[codegen.Kernel] | str, target: str, allowed_spills: int)
             t,
             marks=[
                 pytest.mark.xdist_group(_batch(n, t)),
-                *[pytest.mark.slow] * (n not in ALWAYS or t not in codegen.TARGETS),
+                *[pytest.mark.slow] * ((n, t) not in ALWAYS),
             ],
         )
         for n, (_, case) in CALLS.items()
@@ -379,7 +389,7 @@ def test_compiles_within_limits(compiled, name, target):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("target", SMALL)
+@pytest.mark.parametrize("target", codegen.TARGETS)
 def test_every_run_compiles_each_kernel(target):
     def kernels(names):
         calls = [CALLS[name][0] for name in names]
@@ -387,7 +397,7 @@ def test_every_run_compiles_each_kernel(target):
         return {kernel.name for (kernels,) in outcomes for kernel in kernels}
 
     names = [name for name, (_, case) in CALLS.items() if target in case.targets]
-    assert kernels(names) == kernels(name for name in names if name in ALWAYS)
+    assert kernels(names) == kernels(name for name in names if (name, target) in ALWAYS)
 
 
 def test_expected_spills_name_cases():
