@@ -389,7 +389,7 @@ def test_compiles_within_limits(compiled, name, target):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("target", codegen.TARGETS)
+@pytest.mark.parametrize("target", SMALL)
 def test_every_run_compiles_each_kernel(target):
     def kernels(names):
         calls = [CALLS[name][0] for name in names]
@@ -397,7 +397,9 @@ def test_every_run_compiles_each_kernel(target):
         return {kernel.name for (kernels,) in outcomes for kernel in kernels}
 
     names = [name for name, (_, case) in CALLS.items() if target in case.targets]
-    assert kernels(names) == kernels(name for name in names if (name, target) in ALWAYS)
+    # A run has none of the last two GPUs, and compiles their kernels for others.
+    always = {name for name, t in ALWAYS if t == target or target not in codegen.TARGETS}
+    assert kernels(names) == kernels(name for name in names if name in always)
 
 
 def test_expected_spills_name_cases():

@@ -811,7 +811,7 @@ def _config(
 
 
 def _short_config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int] | None:
-    """The launch options of the backward in one kernel; None where a head is too much for a program."""
+    """The launch options of the backward in one kernel; None where heads are too much for a program."""
     block = max(16, next_power_of_2(max(q.shape[2], k.shape[2])))
     widest = max(_block_d(q.shape[3]), _block_d(v.shape[3]))
     num_warps = next((warps.get(block) for largest, warps in _SHORT_WARPS.items() if widest <= largest), None)
