@@ -285,7 +285,7 @@ for group in (1, 8):
 
 from triton.language.extra.cuda import gdc_launch_dependents
 
-# quote: triton_gallery._dot._three_bf16
+# quote: triton_gallery._dot.three_bf16
 # quote: triton_gallery._dot.dot
 # quote: triton_gallery.matmul._activate
 # quote: triton_gallery.matmul._wrapped
@@ -1168,7 +1168,7 @@ report_drawn
 # goes number by number, through the units that also add and compare, at a fraction of the matrix unit's rate.
 #
 # There is a third way. A float32 number is exactly the sum of three bfloat16 numbers: the first 8 bits of its
-# significand, the next 8 and the last 8, each with an exponent of its own. `_three_bf16` takes them apart.
+# significand, the next 8 and the last 8, each with an exponent of its own. `three_bf16` takes them apart.
 
 import math
 
@@ -1195,10 +1195,9 @@ assert torch.equal(sum(parts), x)
 # matrix unit.
 #
 # The sums need care. The matrix unit cuts off what a sum of 24 bits has no room for, where other units round, and a
-# long row of cut sums drifts. So `dot` lets it add along one block of :math:`K` and adds the blocks up outside. And an
-# infinite number has parts as well: infinity, 0 and 0. In the small terms, :math:`0 \cdot \infty` makes NaN, which are
-# dropped there, since the largest term knows what the result is. (So is a NaN in the input with no bit set among the
-# first seven of its mantissa, which becomes infinity. No arithmetic makes such a one.)
+# long row of cut sums drifts. So `dot` lets it add along one block of :math:`K` and adds the blocks up outside. And
+# infinity minus its first part, itself, is NaN, and so are its other parts. The small terms that these reach are
+# dropped, since the largest term knows what the result is.
 #
 # On Hopper the library multiplies float32 like this, unless TensorFloat-32 is allowed. How exact is it? We compare with
 # float64, and with torch, which multiplies number by number:

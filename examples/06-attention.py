@@ -317,9 +317,10 @@ plt.show()
 # are. (The four strides of a tensor arrive as a tuple.) A few names belong to features that we do not need yet: with
 # `USE_TMA` a hardware unit copies whole tiles, as on page three, `PRECISION` says how to multiply float32, `ALIGN`
 # promises that strides are multiples of it, and `group_size` heads of queries share a head of keys (here it is 1).
-# `dot` is `tl.dot` but for float32, which page three takes apart.
+# `dot` is `tl.dot` but for float32, which page three takes apart, and `transposed` is `.T`.
 
-# quote: triton_gallery._dot._three_bf16
+# quote: triton_gallery._dot.three_bf16
+# quote: triton_gallery._dot.transposed
 # quote: triton_gallery._dot.dot
 # quote: triton_gallery.attention._tile_and_head
 # quote: triton_gallery.attention._tile_ptrs
@@ -1793,11 +1794,11 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at worst` to
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at best` the rate of torch's own kernel, and the
 # backward pass at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at worst` to
-# :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. Larger tiles might be quicker, with `wgmma` in
-# the place of `mma.sync`. But in Triton 3.6 such kernels read past their tiles for some combinations of sizes, so the
-# library leaves them out. Where the rows of :math:`V`, filled up to a power of two, have another size than those of
-# :math:`Q`, or rows do not begin at multiples of 16 bytes, float32 is multiplied number by number. Head dimensions over
-# 64 were slower than torch in float32 when we tried; no record holds that.
+# :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. A kernel of its own first cuts each number into
+# its three parts, so that TMA can bring tiles of these to `wgmma`. The kernels used to cut what they had loaded, again
+# for each tile, and that took longer than the products. Short sequences still do so, in small tiles, and so do head
+# dimensions over 128, of whose parts shared memory does not hold enough: these were several times slower than torch
+# when we tried; no record holds that.
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for

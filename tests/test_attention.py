@@ -732,6 +732,47 @@ def test_descriptors_are_left_alone_where_they_cannot_address(descriptors, name,
     assert not descriptors
 
 
+@pytest.mark.gpu
+@MASK
+@pytest.mark.parametrize("head_dims", [(1, 1), (16, 16), (5, 33), (64, 64), (65, 65), (90, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 67), (129, 300), (640, 600)])
+def test_float32_in_parts(seq_q, seq_k, head_dims, mask, device, monkeypatch):
+    monkeypatch.setattr(module, "_is_in_parts", lambda *_: True)
+    q, k, v = inputs((2, 4, seq_q, head_dims[0]), (2, 2, seq_k, head_dims[0]), torch.float32, device, head_dims[1])
+    check(q, k, v, **MASKS[mask])
+    check(LAYOUTS["heads inside"](q), LAYOUTS["rows last"](k), LAYOUTS["unaligned"](v), **MASKS[mask])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_in_parts_that_are_none(value, device, monkeypatch):
+    monkeypatch.setattr(module, "_is_in_parts", lambda *_: True)
+    q, k, v = inputs((1, 2, 100, 40), (1, 2, 130, 40), torch.float32, device)
+    v[0, 1, 7, 3] = value
+    out = tg.attention(q, k, v)
+    assert torch.equal(out[0, 1, :, 3].isnan(), torch.full((100,), math.isnan(value), device=device))
+    assert not out[0, 1, :, 3].isfinite().any()
+    out[0, 1, :, 3] = 0
+    assert out.isfinite().all()
+    k[0, 0, 5, 0] = math.nan
+    assert tg.attention(q, k, v)[0, 0].isnan().all()
+
+
+def test_float32_is_cut_into_parts_where_they_are_used_often(monkeypatch):
+    monkeypatch.setattr(module, "dot_precision", lambda q, reduced: "tf32" if reduced else "bf16x6")
+
+    def in_parts(seq_q, seq_k, head_dim, head_dim_v=None, align=4):
+        q, k, v = (torch.empty(1, 2, n, head_dim, device="meta") for n in (seq_q, seq_k, seq_k))
+        return module._is_in_parts(q, k, v[..., : head_dim_v or head_dim], align)
+
+    assert in_parts(128, 128, 32) and not in_parts(120, 120, 32)
+    assert in_parts(512, 512, 128) and not in_parts(500, 500, 128)
+    assert not in_parts(4, 8192, 64) and not in_parts(8192, 4, 64) and not in_parts(512, 0, 64)
+    # Products number by number are far slower.
+    assert in_parts(64, 64, 64, 30) and in_parts(64, 64, 64, align=1) and not in_parts(8, 8, 64, align=1)
+    assert not in_parts(4096, 4096, 129)
+
+
 # --- values ---
 
 

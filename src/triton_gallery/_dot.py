@@ -23,29 +23,46 @@ def dot_precision(x: torch.Tensor, reduced: bool) -> str:
 
 
 @triton.jit
-def _three_bf16(x):
-    """Three bfloat16 numbers with 8 of the 24 bits of x each, whose sum is x; fewer of them for numbers below 1e-33."""
+def three_bf16(x):
+    """Three bfloat16 numbers with 8 of the 24 bits of x each, whose sum is x; fewer of them for numbers below 1e-33.
+
+    Of infinity and NaN the first has all, and the others are NaN.
+    """
+    # Some of the bits that tell NaN from infinity would be cut off. A sum that is NaN has them all.
+    x += 0.0
     # What bfloat16 has no room for is cut off. Rounding could make the largest numbers infinite.
     first = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    # Infinity leaves no rest.
-    rest = tl.where(x == first, 0.0, x - first)
+    rest = x - first
     second = (rest.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return first.to(tl.bfloat16), second.to(tl.bfloat16), (rest - second).to(tl.bfloat16)
 
 
 @triton.jit
+def transposed(x):
+    """The transpose of a tile, or of each of the three that `three_bf16` made of one."""
+    if isinstance(x, tl.tensor):
+        result = x.T
+    else:
+        result = x[0].T, x[1].T, x[2].T
+    return result
+
+
+@triton.jit
 def dot(a, b, c, PRECISION: tl.constexpr):
-    """c + a @ b, or a @ b where c is None; PRECISION is "bf16x6" or what else ``tl.dot`` takes."""
+    """c + a @ b, or a @ b where c is None; PRECISION is "bf16x6" or what else ``tl.dot`` takes.
+
+    For "bf16x6" a tile may come as the three that `three_bf16` makes of it.
+    """
     if PRECISION == "bf16x6":
-        a0, a1, a2 = _three_bf16(a)
-        b0, b1, b2 = _three_bf16(b)
+        a0, a1, a2 = three_bf16(a) if isinstance(a, tl.tensor) else a
+        b0, b1, b2 = three_bf16(b) if isinstance(b, tl.tensor) else b
         # From the smallest products on.
         rest = tl.dot(a1, b1)
         rest = tl.dot(a2, b0, rest)
         rest = tl.dot(a0, b2, rest)
         rest = tl.dot(a1, b0, rest)
         rest = tl.dot(a0, b1, rest)
-        # Where a number is infinite, 0 times it is NaN here; the last product says what becomes of it.
+        # Where a number is infinite or NaN, so is its first part, and the last product says what becomes of it.
         product = tl.dot(a0, b0, tl.where(rest == rest, rest, 0.0))
         # Added outside the matrix unit, whose own sums are cut, not rounded.
         result = product if c is None else c + product

@@ -25,7 +25,7 @@ from ._arguments import (
     number,
     refuse_batch_of_gradients,
 )
-from ._dot import dot, dot_precision
+from ._dot import dot, dot_precision, three_bf16, transposed
 from ._launch import (
     cdiv,
     cuda_arch,
@@ -49,6 +49,7 @@ _L2_BYTES = 32 * 2**20
 # The backward's statistics of a query are stored for a whole number of tiles, of whatever size.
 _PADDING = 128
 _PREPROCESS_ROWS = 32
+_PART_ROWS = 32
 # Up to how many queries share a reading of K and V, and into how small a share of the keys they are cut at least.
 _MAX_SPLIT_QUERIES = 64
 _MIN_SPLIT_KEYS = 256
@@ -140,7 +141,14 @@ def _load_tile(
     USE_TMA: tl.constexpr,
 ):
     """Rows start to start + BLOCK of x[batch, head] as a (BLOCK, BLOCK_D) tile, with zeros past the tensor's end."""
-    if USE_TMA:
+    if USE_TMA and len(x.block_shape) == 5:
+        # The three parts of float32 numbers.
+        tile = (
+            x.load([0, batch, head, start, 0]).reshape(BLOCK, BLOCK_D),
+            x.load([1, batch, head, start, 0]).reshape(BLOCK, BLOCK_D),
+            x.load([2, batch, head, start, 0]).reshape(BLOCK, BLOCK_D),
+        )
+    elif USE_TMA:
         # The tensor memory accelerator copies the box and fills with zeros by itself.
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
@@ -179,6 +187,31 @@ def _store_tile(
     ptrs = _tile_ptrs(x_ptr, strides, batch, head, start, BLOCK, BLOCK_D, ALIGN)
     mask = (start + tl.arange(0, BLOCK) < length)[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     tl.store(ptrs, tile.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_batches", "n_heads", "length", "strides", "part_strides"])
+def _parts_kernel(
+    x_ptr,  # (n_batches, n_heads, length, head_dim), float32
+    parts_ptr,  # (3 * n_batches, n_heads, length, head_dim), bfloat16
+    n_batches,
+    n_heads,
+    length,
+    strides,
+    part_strides,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """A program cuts BLOCK rows of a head into three: what `three_bf16` makes of them, one part after the other."""
+    n_tiles = tl.cdiv(length, BLOCK)
+    start = tl.program_id(0) % n_tiles * BLOCK
+    batch = tl.program_id(0) // n_tiles // n_heads
+    head = tl.program_id(0) // n_tiles % n_heads
+    parts = three_bf16(_load_tile(x_ptr, strides, batch, head, start, length, HEAD_DIM, BLOCK, BLOCK_D, ALIGN, False))
+    for part in tl.static_range(3):
+        to = batch + part * n_batches
+        _store_tile(parts_ptr, parts[part], part_strides, to, head, start, length, HEAD_DIM, BLOCK, BLOCK_D, 8)
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
@@ -250,7 +283,7 @@ def _attention_fwd_kernel(
             k_tile = _load_tile(
                 k, k_strides, batch, kv_head, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN, USE_TMA
             )
-            s = dot(q_tile, k_tile.T, None, PRECISION)
+            s = dot(q_tile, transposed(k_tile), None, PRECISION)
             if part != 1:
                 cols = start_n + tl.arange(0, BLOCK_N)
                 s = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER), s, float("-inf"))
@@ -265,7 +298,7 @@ def _attention_fwd_kernel(
             v_tile = _load_tile(
                 v, v_strides, batch, kv_head, start_n, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, USE_TMA
             )
-            acc = dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], PRECISION)
+            acc = dot(p.to(out_ptr.dtype.element_ty), v_tile, acc * rescale[:, None], PRECISION)
 
     # A row with no allowed key has summed nothing: its output is 0, its lse is log(0) = -inf.
     empty = row_sum == 0.0
@@ -565,8 +598,8 @@ def _attention_bwd_dkdv_kernel(
     dout,  # (batch, n_heads, seq_q, head_dim_v)
     lse_log2,  # (batch * n_heads, padded_seq_q), contiguous
     delta,  # (batch * n_heads, padded_seq_q), contiguous
-    dk_ptr,  # as k
-    dv_ptr,  # as v
+    dk_ptr,  # as k, or None: the other one alone is wanted
+    dv_ptr,  # as v, or None
     seq_q,
     padded_seq_q,
     seq_k,
@@ -603,7 +636,8 @@ def _attention_bwd_dkdv_kernel(
     batch = batch_kv_head // n_kv_heads
     kv_head = batch_kv_head % n_kv_heads
     cols = start + tl.arange(0, BLOCK_N)
-    STATS_DTYPE: tl.constexpr = tl.float64 if dk_ptr.dtype.element_ty == tl.float64 else tl.float32
+    DTYPE: tl.constexpr = (dv_ptr if dk_ptr is None else dk_ptr).dtype.element_ty
+    STATS_DTYPE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     scale_log2 = tl.full((), scale * 1.4426950408889634, STATS_DTYPE)
 
     k_tile = _load_tile(k, k_strides, batch, kv_head, start, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN, USE_TMA)
@@ -626,7 +660,7 @@ def _attention_bwd_dkdv_kernel(
                 )
                 lse_tile = _load_statistics(lse_log2, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
                 # Keys along the first axis: p and ds then already lie as the products for dv and dk need them.
-                s = dot(k_tile, q_tile.T, None, PRECISION)
+                s = dot(k_tile, transposed(q_tile), None, PRECISION)
                 p = tl.exp2(s * scale_log2 - lse_tile[None, :])
                 if part != 1:
                     rows = start_m + tl.arange(0, BLOCK_M)
@@ -636,15 +670,19 @@ def _attention_bwd_dkdv_kernel(
                 dout_tile = _load_tile(
                     dout, dout_strides, batch, head, start_m, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, USE_TMA
                 )
-                dv = dot(p.to(dout_tile.dtype), dout_tile, dv, PRECISION)
-                dp = dot(v_tile, dout_tile.T, None, PRECISION)
-                delta_tile = _load_statistics(delta, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
-                ds = p * (dp - delta_tile[None, :])
-                dk = dot(ds.to(q_tile.dtype), q_tile, dk, PRECISION)
+                if dv_ptr is not None:
+                    dv = dot(p.to(DTYPE), dout_tile, dv, PRECISION)
+                if dk_ptr is not None:
+                    dp = dot(v_tile, transposed(dout_tile), None, PRECISION)
+                    delta_tile = _load_statistics(delta, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
+                    ds = p * (dp - delta_tile[None, :])
+                    dk = dot(ds.to(DTYPE), q_tile, dk, PRECISION)
 
-    dk *= tl.full((), scale, STATS_DTYPE)
-    _store_tile(dk_ptr, dk, dk_strides, batch, kv_head, start, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN)
-    _store_tile(dv_ptr, dv, dv_strides, batch, kv_head, start, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN)
+    if dk_ptr is not None:
+        dk *= tl.full((), scale, STATS_DTYPE)
+        _store_tile(dk_ptr, dk, dk_strides, batch, kv_head, start, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN)
+    if dv_ptr is not None:
+        _store_tile(dv_ptr, dv, dv_strides, batch, kv_head, start, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN)
 
 
 @triton.jit(
@@ -715,14 +753,14 @@ def _attention_bwd_dq_kernel(
             v_tile = _load_tile(
                 v, v_strides, batch, kv_head, start_n, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, USE_TMA
             )
-            s = dot(q_tile, k_tile.T, None, PRECISION)
-            dp = dot(dout_tile, v_tile.T, None, PRECISION)
+            s = dot(q_tile, transposed(k_tile), None, PRECISION)
+            dp = dot(dout_tile, transposed(v_tile), None, PRECISION)
             p = tl.exp2(s * scale_log2 - lse_tile[:, None])
             if part != 1:
                 cols = start_n + tl.arange(0, BLOCK_N)
                 p = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER), p, 0.0)
             ds = p * (dp - delta_tile[:, None])
-            dq = dot(ds.to(k_tile.dtype), k_tile, dq, PRECISION)
+            dq = dot(ds.to(dq_ptr.dtype.element_ty), k_tile, dq, PRECISION)
     dq *= tl.full((), scale, STATS_DTYPE)
     _store_tile(dq_ptr, dq, dq_strides, batch, head, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALIGN)
 
@@ -768,6 +806,12 @@ _TILES = {
         128: {"fwd": (32, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
         256: {"fwd": (32, 32, 4, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 32, 8, 1)},
     },
+    # Where TMA brings what is in parts already, they do not.
+    "float32, in parts": {
+        32: {"fwd": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2), "dq": (64, 64, 4, 2)},
+        64: {"fwd": (64, 32, 4, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
+        128: {"fwd": (128, 32, 8, 2), "dkdv": (64, 64, 4, 1), "dq": (64, 32, 4, 2)},
+    },
     "float32, AMD": {  # with 8 warps a thread would have half the registers
         128: {"fwd": (64, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
         256: {"fwd": (32, 16, 4, 1), "dkdv": (16, 16, 4, 1), "dq": (16, 16, 4, 1)},
@@ -802,7 +846,7 @@ def _config(
         if is_amd(device):
             kind += ", AMD"
         elif precision == "bf16x6":
-            kind += ", Hopper"
+            kind += ", in parts" if use_tma else ", Hopper"
         elif use_tma:
             # Only for descriptors: pointers take the registers that these larger tiles need.
             kind += ", Hopper" if is_hopper(device) else ", Blackwell"
@@ -906,6 +950,35 @@ def _precision(q: torch.Tensor, v: torch.Tensor, align: int) -> str:
     return "ieee" if precision == "bf16x6" and not is_even else precision
 
 
+def _is_in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, align: int) -> bool:
+    """Whether float32 numbers are cut into three of bfloat16 before the kernels, which TMA then brings to these.
+
+    Where sequences are short, programs in smaller tiles are done before it pays, unless `_precision` has nothing for
+    them but products number by number.
+    """
+    (n_heads, seq_q, head_dim), (n_kv_heads, seq_k, head_dim_v) = q.shape[1:], v.shape[1:]
+    widest = max(_block_d(head_dim), _block_d(head_dim_v))
+    if widest > 128 or dot_precision(q, reduced=align == 4 and allows_tf32()) != "bf16x6":
+        return False
+    # As measured on an H200: with as many queries as keys, from 128 on for rows of 32 numbers, from 512 for 128.
+    min_uses = 4 * widest // 3 if _precision(q, v, align) == "bf16x6" else 8
+    return n_heads * seq_q * seq_k >= min_uses * (n_heads * seq_q + 2 * n_kv_heads * seq_k)
+
+
+def _parts(x: torch.Tensor) -> torch.Tensor:
+    """Three parts of bfloat16 for each number of x, float32, in rows that TMA can load: (3, *x.shape)."""
+    batch, n_heads, length, head_dim = x.shape
+    rows = scratch((3, batch, n_heads, length, cdiv(head_dim, 8) * 8), torch.bfloat16, x.device)
+    parts = rows[..., :head_dim]
+    launch(
+        _parts_kernel,
+        (cdiv(length, _PART_ROWS) * batch * n_heads,),
+        x, parts, batch, n_heads, length, x.stride(), parts.stride()[1:],
+        HEAD_DIM=head_dim, BLOCK=_PART_ROWS, BLOCK_D=_block_d(head_dim), ALIGN=_alignment(x), num_warps=4,
+    )  # fmt: skip
+    return parts
+
+
 def _fits_hopper(q, k, v, scale: float, lower: int | None, upper: int | None) -> bool:
     """Whether the kernels for sm_90 can take over."""
     if not is_hopper(q.device):
@@ -982,16 +1055,14 @@ def _attention_fwd(
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
     align = _alignment(q, k, v, out)
-    use_tma = _use_tma(q, k, v)
-    precision = _precision(q, v, align)
+    in_parts = _is_in_parts(q, k, v, align)
+    use_tma = in_parts or _use_tma(q, k, v)
+    precision = "bf16x6" if in_parts else _precision(q, v, align)
     config = _config("fwd", block_d, block_dv, q.dtype, q.device, use_tma, precision)
-    sources = q, k, v
+    sources = [_parts(x) for x in (q, k, v)] if in_parts else (q, k, v)
     if use_tma:
-        sources = (
-            _descriptor(q, config["BLOCK_M"], block_d),
-            _descriptor(k, config["BLOCK_N"], block_d),
-            _descriptor(v, config["BLOCK_N"], block_dv),
-        )
+        blocks = (config["BLOCK_M"], block_d), (config["BLOCK_N"], block_d), (config["BLOCK_N"], block_dv)
+        sources = [_descriptor(x, *block) for x, block in zip(sources, blocks, strict=True)]
     launch(
         _attention_fwd_kernel,
         (cdiv(seq_q, config["BLOCK_M"]) * batch * n_heads,),
@@ -999,8 +1070,8 @@ def _attention_fwd(
         _heads_per_section(batch * n_heads, seq_k, (head_dim + head_dim_v) * k.element_size()),
         q.stride(), k.stride(), v.stride(), out.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=precision,
-        **config,
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=_alignment(out) if in_parts else align, USE_TMA=use_tma,
+        PRECISION=precision, **config,
     )  # fmt: skip
     return out, lse
 
@@ -1128,16 +1199,26 @@ def _attention_bwd(
             OUT_ALIGN=_alignment(out, dq, dk, dv), **short,
         )  # fmt: skip
         return dq, dk, dv
-    use_tma = _use_tma(q, k, v, dout)
+    in_parts = _is_in_parts(q, k, v, align)
+    use_tma = in_parts or _use_tma(q, k, v, dout)
     row_bytes = (head_dim + head_dim_v) * q.element_size()
-    precision = _precision(q, v, align)
+    precision = "bf16x6" if in_parts else _precision(q, v, align)
+    padded_seq_q = cdiv(seq_q, _PADDING) * _PADDING
+    delta, lse_log2 = (scratch((batch * n_heads, padded_seq_q), lse.dtype, lse.device) for _ in range(2))
+    launch(
+        _attention_bwd_preprocess_kernel,
+        (padded_seq_q // _PREPROCESS_ROWS * batch * n_heads,),
+        out, dout, lse, dlse, delta, lse_log2, seq_q, padded_seq_q, n_heads, out.stride(), dout.stride(),
+        HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
+    )  # fmt: skip
+    strides = q.stride(), k.stride(), v.stride(), dout.stride()
+    if in_parts:
+        q, k, v, dout = map(_parts, (q, k, v, dout))
+        align = _alignment(dq, dk, dv)
     constants = dict(
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
         BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=precision,
     )  # fmt: skip
-
-    padded_seq_q = cdiv(seq_q, _PADDING) * _PADDING
-    delta, lse_log2 = (scratch((batch * n_heads, padded_seq_q), lse.dtype, lse.device) for _ in range(2))
 
     def sources(config):
         if not use_tma:
@@ -1148,31 +1229,27 @@ def _attention_bwd(
             _descriptor(dout, m, block_dv), _descriptor(lse_log2, m), _descriptor(delta, m),
         )  # fmt: skip
 
-    launch(
-        _attention_bwd_preprocess_kernel,
-        (padded_seq_q // _PREPROCESS_ROWS * batch * n_heads,),
-        out, dout, lse, dlse, delta, lse_log2, seq_q, padded_seq_q, n_heads, out.stride(), dout.stride(),
-        HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
-    )  # fmt: skip
     if dk.numel() > 0:
-        config = _config("dkdv", block_d, block_dv, q.dtype, q.device, use_tma, precision)
-        launch(
-            _attention_bwd_dkdv_kernel,
-            (cdiv(seq_k, config["BLOCK_N"]) * batch * n_kv_heads,),
-            *sources(config), dk, dv, seq_q, padded_seq_q, seq_k, n_heads, n_heads // n_kv_heads,
-            _heads_per_section(batch * n_kv_heads, seq_q, row_bytes * n_heads // n_kv_heads),
-            q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
-            *_clamp(seq_q, seq_k, lower, upper), scale,
-            **constants, **config,
-        )  # fmt: skip
+        config = _config("dkdv", block_d, block_dv, dk.dtype, q.device, use_tma, precision)
+        # Registers have no room for both gradients of long rows and their products in parts: these take two launches.
+        apart = in_parts and max(block_d, block_dv) > 64
+        for dk_or_none, dv_or_none in ((dk, None), (None, dv)) if apart else ((dk, dv),):
+            launch(
+                _attention_bwd_dkdv_kernel,
+                (cdiv(seq_k, config["BLOCK_N"]) * batch * n_kv_heads,),
+                *sources(config), dk_or_none, dv_or_none, seq_q, padded_seq_q, seq_k, n_heads, n_heads // n_kv_heads,
+                _heads_per_section(batch * n_kv_heads, seq_q, row_bytes * n_heads // n_kv_heads),
+                *strides, dk.stride(), dv.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
+                **constants, **config,
+            )  # fmt: skip
     if dq.numel() > 0:
-        config = _config("dq", block_d, block_dv, q.dtype, q.device, use_tma, precision)
+        config = _config("dq", block_d, block_dv, dq.dtype, q.device, use_tma, precision)
         launch(
             _attention_bwd_dq_kernel,
             (cdiv(seq_q, config["BLOCK_M"]) * batch * n_heads,),
             *sources(config), dq, seq_q, padded_seq_q, seq_k, n_heads, n_heads // n_kv_heads,
             _heads_per_section(batch * n_heads, seq_k, row_bytes),
-            q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
+            *strides, dq.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
             **constants, **config,
         )  # fmt: skip
     return dq, dk, dv
@@ -1301,15 +1378,16 @@ def attention(
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
         products follow :func:`torch.set_float32_matmul_precision`, as in :func:`matmul`. Memory beyond the outputs is
-        one number a query for the forward and two for the backward, and the float32 gradient of q that Hopper's kernels
-        keep (see below). To it come splits, where up to 64 queries (16 in float32, none in float64) share 512 keys or
-        more and heads are few or shared, as in decoding: several programs share the keys, and each needs room for a
-        float32 copy of the output. (On Hopper one query in each of many heads needs none, in 16 bits and without a
-        limit to the left.) There splits also serve more queries, in 16 bits, where their tiles fill at most half of the
-        GPU (but not with a limit to the left, nor with a causal mask that begins with query 0 at key 0), and in the
-        backward pass of rows of up to 128 numbers several programs may share a tile of 128 keys, each with a float32
-        copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on Hopper, and
-        so may the output and the gradients be.
+        one number a query for the forward and two for the backward, the float32 gradient of q that Hopper's kernels
+        keep (see below), and, of float32 on Hopper, mostly 1.5 times what the inputs take, in three parts of bfloat16
+        that its products are made of. To it come splits, where up to 64 queries (16 in float32, none in float64) share
+        512 keys or more and heads are few or shared, as in decoding: several programs share the keys, and each needs
+        room for a float32 copy of the output. (On Hopper one query in each of many heads needs none, in 16 bits and
+        without a limit to the left.) There splits also serve more queries, in 16 bits, where their tiles fill at most
+        half of the GPU (but not with a limit to the left, nor with a causal mask that begins with query 0 at key 0),
+        and in the backward pass of rows of up to 128 numbers several programs may share a tile of 128 keys, each with a
+        float32 copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
+        Hopper, and so may the output and the gradients be.
 
         On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so does the
         backward pass where the larger head_dim is more than 16, but for short sequences. With rows of up to 128 numbers
