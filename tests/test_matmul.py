@@ -449,6 +449,13 @@ def test_matmul_keeps_nan_and_infinity_in_their_rows_and_columns():
     assert_matches_torch(a, b)
 
 
+def test_nan_of_any_bits_stays_nan():
+    a, b = torch.randn(70, 64, device=DEVICE), torch.randn(64, 80, device=DEVICE)
+    a.view(torch.int32)[3, 5] = 0x7F800001
+    out = tg.matmul(a, b)
+    assert out[3].isnan().all() and out[torch.arange(70, device=DEVICE) != 3].isfinite().all()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_pass_nan_and_infinity_as_torch(activation):
     a = torch.tensor([[-float("inf")], [float("inf")], [float("nan")], [-0.0], [1e4], [-1e4], [-90.0]], device=DEVICE)
