@@ -667,7 +667,7 @@ def test_strided_inputs_are_not_copied(device, monkeypatch):
     monkeypatch.setattr(
         module, "launch", lambda kernel, grid, *args, **meta: (seen.append(args), launch(kernel, grid, *args, **meta))
     )
-    q, k, v = (LAYOUTS["rows last"](x) for x in inputs((1, 2, 35, 16), (1, 2, 40, 16), torch.float32, device))
+    q, k, v = (LAYOUTS["rows last"](x) for x in inputs((1, 2, 35, 16), (1, 2, 40, 16), torch.float64, device))
     tg.attention(q, k, v)
     assert [x.data_ptr() for x in seen[0][:3]] == [x.data_ptr() for x in (q, k, v)]
 
@@ -734,7 +734,9 @@ def test_descriptors_are_left_alone_where_they_cannot_address(descriptors, name,
 
 @pytest.mark.gpu
 @MASK
-@pytest.mark.parametrize("head_dims", [(1, 1), (16, 16), (5, 33), (64, 64), (65, 65), (90, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [(1, 1), (16, 16), (5, 33), (64, 64), (65, 65), (90, 128), (128, 20), (20, 128), (128, 128)], ids=str
+)
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 67), (129, 300), (640, 600)])
 def test_float32_in_parts(seq_q, seq_k, head_dims, mask, device, monkeypatch):
     monkeypatch.setattr(module, "_is_in_parts", lambda *_: True)

@@ -500,3 +500,32 @@ def test_operands_kept_in_registers_stay(kwargs):
         version = tuple(map(int, triton.__version__.split(".")[:2]))
         is_copied = version >= (3, 9) and any("MOV" in opcode for opcode in opcodes)
         assert is_copied or all(opcode.startswith("LDSM") for opcode in opcodes)
+
+
+WIDTHS = (16, 32, 64, 128)
+
+
+@pytest.mark.parametrize(
+    "head_dims",
+    [pytest.param((a, b), marks=[pytest.mark.slow] * ((a, b) != (128, 32))) for a in WIDTHS for b in WIDTHS],
+    ids=str,
+)
+def test_machine_code_reads_no_register_that_nothing_wrote(head_dims):
+    """`wgmma` finds a tile by two words. The upper one is a constant, or a sum of it, a carry and zero."""
+    q, v = (_tensor((2, 4, 1024, d), F32) for d in head_dims)
+    call = (triton_gallery.attention, [q, q, v], {"is_causal": True}, True)
+    ((kernels,),) = codegen._compile(codegen._pack([call], ("sm_90",)))
+    sums = 0
+    for kernel in kernels:
+        written = {"RZ": "RZ"}
+        for line in re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ +)?(.*?) ;", kernel.asm["sass"].replace(".reuse", "")):
+            if match := re.match(r"IADD3\.X \w+, (\w+), (-?0x[0-9a-f]+), RZ", line):
+                constant = int(match[2], 16) % 2**32
+                # How the tile is swizzled, and how far its groups of rows are apart
+                if constant >> 30 and constant % 2**30 < 2**14:
+                    sums += 1
+                    assert re.search(r"\bS?RZ$", written[match[1]]), f"{kernel.name}: {written[match[1]]}; {line}"
+            if match := re.match(r"(\S+) R(\d+)", line):
+                for i in range(2 if match[1] == "CS2R" else 1):
+                    written[f"R{int(match[2]) + i}"] = line
+    assert sums or triton.__version__ >= "3.7"

@@ -1215,6 +1215,10 @@ def _attention_bwd(
     if in_parts:
         q, k, v, dout = map(_parts, (q, k, v, dout))
         align = _alignment(dq, dk, dv)
+        # In tiles far narrower than the others, ptxas 12.8 was seen to build addresses for `wgmma` from registers that
+        # nothing had written: a crash. `test_machine_code_reads_no_register_that_nothing_wrote` looks for such code.
+        narrowest = max(block_d, block_dv) // 2
+        block_d, block_dv = max(block_d, narrowest), max(block_dv, narrowest)
     constants = dict(
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
         BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=precision,
