@@ -218,10 +218,10 @@ plt.show()
 # It agrees with torch on an awkward shape
 # ----------------------------------------
 #
-# 781 columns leave nearly a quarter of each block empty, and 1823 is a prime. We add 100 here, too, and cover all of
+# 781 columns leave nearly a quarter of each block empty, and 211 is a prime. We add 100 here, too, and cover all of
 # one row but a single number with :math:`-\infty`, which is how attention masks what a position must not see.
 
-x = torch.randn(1823, 781, device=DEVICE) + 100
+x = torch.randn(211, 781, device=DEVICE) + 100
 x[7, 1:] = -math.inf
 torch.testing.assert_close(my_softmax(x), torch.softmax(x, dim=1))
 print("row 7 begins with", my_softmax(x[:8])[7, :4].tolist())
