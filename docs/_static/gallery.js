@@ -60,6 +60,13 @@ document.addEventListener("DOMContentLoaded", () => {
   new MutationObserver(() => menu.setAttribute("aria-expanded", side.classList.contains("shift"))).observe(side, {
     attributeFilter: ["class"],
   });
+  // The theme scrolls the menu to the entry of the page, which Chromium takes for the place from where Tab goes on.
+  const scroller = side.querySelector(".wy-side-scroll");
+  for (const link of side.querySelectorAll(".wy-menu-vertical a")) {
+    link.scrollIntoView = () => {
+      scroller.scrollTop += link.getBoundingClientRect().top - scroller.getBoundingClientRect().top;
+    };
+  }
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && side.classList.contains("shift")) {
       menu.click();

@@ -62,7 +62,8 @@ def test_policy_stops_what_it_does_not_list(open_page):
         """() => {
           const script = document.body.appendChild(document.createElement('script'));
           script.textContent = 'window.injected = true';
-          document.body.insertAdjacentHTML('beforeend', '<p style="color: red" onclick="alert()"></p>');
+          document.body.insertAdjacentHTML('beforeend', '<p style="color: red" onclick="window.injected = true"></p>');
+          document.body.lastElementChild.click();
           document.body.insertAdjacentHTML('beforeend', '<img src="http://localhost:9/tracker.gif">');
         }"""
     )
