@@ -206,7 +206,7 @@ plt.show()
 # - `x + y` adds element by element, with the same meaning as in PyTorch.
 # - `triton.cdiv(n_elements, 1024)` divides and rounds up. The grid is a tuple because it may have up to three axes. It
 #   may be a function as well, such as `lambda meta: (triton.cdiv(n_elements, meta["BLOCK_SIZE"]),)`, which Triton calls
-#   with the launch's keyword arguments. Whoever lets Triton choose the block size needs that.
+#   with a dictionary of the kernel's arguments, each by its name. Whoever lets Triton choose the block size needs that.
 #
 # Why 1024? Each program has 128 threads (4 warps of 32) unless the launch asks otherwise, as in `num_warps=8`. So a
 # block of 1024 gives each of them 8 elements, that is two loads of 16 bytes, the widest that an H200 has, from each

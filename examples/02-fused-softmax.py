@@ -210,9 +210,9 @@ plt.show()
 #   16 bytes from float16, but Triton itself asks about 16 alone. The library says 8, 4 or 2 (in float32 4 or 2),
 #   whichever is the largest that divides lengths and strides; the default of 1 says nothing.
 # - `num_warps` is not in the kernel but a matter of the launch: over how many warps a tile spreads. The longer the row,
-#   the more warps it takes to keep each thread's share small. The library's tile of 1024 numbers takes two; longer
-#   rows, in the kernels below, take 1 to 16, and 32 in one kernel of the gradient, from small tables that were
-#   measured; page three has a clock choose.
+#   the more warps it takes to keep each thread's share small. The library's tile of 1024 numbers takes two in
+#   float16, and in float32 often four; longer rows, in the kernels below, take 1 to 16, and 32 in one kernel of the
+#   gradient, from small tables that were measured; page three has a clock choose.
 
 # %%
 # It agrees with torch on an awkward shape
@@ -381,7 +381,7 @@ plt.show()
 # for it. Gluon, the lower-level language that Triton's compiler offers beside it, has some, and the library's kernel
 # for long rows on Hopper (`hopper/softmax.py`) is written in it.
 #
-# That kernel cuts a row into chunks of a few KiB and starts the copies of all of them into shared memory at once. When
+# That kernel cuts a row into chunks of 1 to 4 KiB and starts the copies of all of them into shared memory at once. When
 # they have arrived, it folds them into the running statistics, as above: `m` and `s` once more, for each thread. Then
 # it walks along the chunks a second time, in shared memory, and writes the result. So no number crosses the chip's
 # border more often than once in and once out. The programs are small, and a multiprocessor holds many: while some wait
@@ -955,7 +955,7 @@ report_short
 #
 # This is easy to say, and a danger. A program that waits does not make room for another. Were some parts of a row still
 # queueing for a place while the others, which have all the places, wait for them, they would do so for ever. There are
-# two ways out. A *cooperative* launch starts all programs of a grid together, or fails; then there can be only as many
+# two remedies. A *cooperative* launch starts all programs of a grid together, or fails; then there can be only as many
 # programs as have room at a time, and each takes its part of one row, then the same part of another. The gradient does
 # that (`hopper/softmax_backward.py`), and has the next rows' copies under way meanwhile. The forward kernel has a
 # program for each part, many more than have room. GPUs start programs in the order of their numbers, and of the parts
@@ -963,9 +963,9 @@ report_short
 # has looked into the mailboxes some thousand times in vain takes the statistics of all parts itself. That is slow, and
 # should never happen; there is a test that starts only some of the programs.
 #
-# The library takes this second way for two rows or more of over 52 KiB, if all of them together have 4 MiB or more, and
+# The library takes this one launch for two rows or more of over 52 KiB, if all of them together have 4 MiB or more, and
 # if a row has no more than four parts for each multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a
-# little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. The first way is for what is left where
+# little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. Two launches are for what is left where
 # rows are few and have 128 KiB or more (beyond 32 rows, more than that): a single one, less together, longer ones,
 # float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next
 # row is no such multiple, and other GPUs; and for rows across memory of more than 2048 columns, or 1024 in float64 and
@@ -1012,14 +1012,14 @@ report_long.plot()
 report_long
 
 # %%
-# The first four shapes go the second way, with 32 to 128 parts in a row. The first reaches
+# The first four shapes take the one launch, with 32 to 128 parts in a row. The first reaches
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 512×131072` of the rate of a copy of as many
 # bytes, the third :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 64×1048576`, and the fourth,
 # whose 16 MiB are over soonest, :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 32×262144`.
 # What keeps them from all of it is the launch that empties the mailboxes, the beginning, when nothing can be written
 # yet, and the end, when nothing is left to read; and where a row has many parts, the wait for the last of them.
 #
-# The last shape, a single row of 32 MiB, goes the first way: two launches, and two
+# The last shape, a single row of 32 MiB, takes the two launches, and two
 # readings of which the L2 cache may answer the second. It reaches
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 1×16777216` of such a copy's rate. torch gives
 # a row to what Triton would call one program and is left with :measured:`softmax-long-fp16: torch at 1×16777216`.

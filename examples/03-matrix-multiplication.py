@@ -685,9 +685,9 @@ report_backward
 
 # %%
 # Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
-# triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, the
-# lowest of the sweep: about even or a little ahead, but for this one. (1536, where single products lose most, is not
-# in it.)
+# triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, and
+# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even or a little ahead. (1536, where
+# single products lose most, is not in the sweep.)
 
 # %%
 # What each rung is worth
@@ -867,7 +867,7 @@ report_thin.plot()
 report_thin
 
 # %%
-# On the right the curves fall, as they must: with some 180 rows the intensity passes the ridge, and from there on it is
+# On the right the curves fall, as they must: with some 190 rows the intensity passes the ridge, and from there on it is
 # arithmetic that takes the time.
 #
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
@@ -1382,10 +1382,9 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 # A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best other
 # one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at 2048³. In
 # larger products the trip that they save weighs less: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery /
-# peers at 4096` the best other one, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. There
-# `torch.compile` is quicker with both than torch is with the product alone, which the epilogue cannot explain and we do
-# not know how to. While a tile is on its way out the matrix unit waits, so each instruction of the activation counts:
-# this one squares the inverse of a root, which the GPU has an instruction for, and needs no division.
+# peers at 4096` the best other one, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While
+# a tile is on its way out the matrix unit waits, so each instruction of the activation counts: this one squares the
+# inverse of a root, which the GPU has an instruction for, and needs no division.
 #
 # Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's
 # rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a tenth

@@ -1010,10 +1010,10 @@ reports["bwd", 64, True]
 
 def bench_head_dims(head_dim, direction, provider):
     shape = (4, round(2048 / head_dim), 4096, head_dim)
-    return bench_causal(shape, head_dim, torch.float16, direction, provider)
+    return bench_equal(shape, head_dim, torch.float16, direction, provider)
 
 
-def bench_causal(shape, head_dim_v, dtype, direction, provider):
+def bench_equal(shape, head_dim_v, dtype, direction, provider, is_causal=True):
     batch, n_heads, seq_len, head_dim = shape
     q, k = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in "qk")
     v = torch.randn(*shape[:-1], head_dim_v, device=DEVICE, dtype=dtype)
@@ -1024,12 +1024,12 @@ def bench_causal(shape, head_dim_v, dtype, direction, provider):
         attention = tg.attention
     elif provider in BACKENDS:
         backend = torch.nn.attention.sdpa_kernel(BACKENDS[provider])
-    one_column = batch * n_heads * seq_len**2  # operations of a product, for half of the scores
+    one_column = 2 * batch * n_heads * seq_len**2 // (1 + is_causal)  # operations of a product
     with backend:
         if direction == "fwd":
-            times = tg.benchmark.measure(lambda: attention(q, k, v, is_causal=True))
+            times = tg.benchmark.measure(lambda: attention(q, k, v, is_causal=is_causal))
             return tg.benchmark.tflops(one_column * (head_dim + head_dim_v), times)
-        out = attention(q, k, v, is_causal=True)
+        out = attention(q, k, v, is_causal=is_causal)
     dout = torch.randn_like(out)
     times = tg.benchmark.measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
     return tg.benchmark.tflops(one_column * (3 * head_dim + 2 * head_dim_v), times)
@@ -1099,7 +1099,7 @@ def latent(direction, name):
 
 
 def bench_latent(seq_len, direction, provider):
-    return bench_causal((16384 // seq_len, 16, seq_len, 192), 128, torch.float16, direction, provider)
+    return bench_equal((16384 // seq_len, 16, seq_len, 192), 128, torch.float16, direction, provider)
 
 
 report_latent = latent("fwd", "forward").run()
@@ -1356,7 +1356,7 @@ def float32_sweep(direction, name):
 
 
 def bench_float32(seq_len, direction, provider):
-    return bench_causal((4096 // seq_len, 32, seq_len, 64), 64, torch.float32, direction, provider)
+    return bench_equal((4096 // seq_len, 32, seq_len, 64), 64, torch.float32, direction, provider)
 
 
 report_fp32 = float32_sweep("fwd", "forward").run()
@@ -1374,6 +1374,49 @@ report_fp32_bwd.plot()
 # %%
 
 report_fp32_bwd
+
+# %%
+# And by head dimension, of 2048 queries that see all 2048 keys:
+
+
+def float32_head_dims(direction, name):
+    return tg.benchmark.perf_report(
+        triton.testing.Benchmark(
+            x_names=["head_dim"],
+            x_vals=[32, 64, 96, 128, 192, 256],
+            x_log=True,
+            line_arg="provider",
+            line_vals=["triton_gallery", "torch"],
+            line_names=["triton_gallery", "torch"],
+            xlabel="head dimension",
+            ylabel="TFLOP/s",
+            plot_name=f"attention-{direction}-head-dims-fp32",
+            args={"direction": direction},
+        ),
+        title=f"Attention {name}, full, 2048 queries, float32",
+        rounds=2,
+    )(bench_float32_head_dims)
+
+
+def bench_float32_head_dims(head_dim, direction, provider):
+    return bench_equal((2, 16, 2048, head_dim), head_dim, torch.float32, direction, provider, is_causal=False)
+
+
+report_fp32_head_dims = float32_head_dims("fwd", "forward").run()
+report_fp32_head_dims.plot()
+
+# %%
+
+report_fp32_head_dims
+
+# %%
+
+report_fp32_head_dims_bwd = float32_head_dims("bwd", "backward").run()
+report_fp32_head_dims_bwd.plot()
+
+# %%
+
+report_fp32_head_dims_bwd
 
 # %%
 # One query, all keys
@@ -1797,10 +1840,14 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. A kernel of its own first cuts each number into
 # its three parts, so that TMA can bring tiles of these to `wgmma`. The kernels used to cut what they had loaded, again
 # for each tile, which we think took longer than the products. Short sequences still do so, in small tiles, and so do
-# head dimensions over 128, of whose parts shared memory does not hold enough. With 192 and 256 numbers the forward pass
-# took 1.5 to 1.9 times as long as torch's when we tried, and the backward pass four to five times as long. With 128 the
-# backward pass was even with torch's at 2048 queries under a causal mask, and took 1.1 to 1.3 times as long without
-# one, or at 512. No record holds these trials.
+# head dimensions over 128, of whose parts shared memory does not hold enough. There we lose. With 192 numbers the
+# forward pass has :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at 192` torch's rate, and the
+# backward pass :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 192`; with 256 numbers they have
+# :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at 256` and
+# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 256`. With 128 the backward pass is at
+# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 128`: registers do not hold both :math:`dK` and
+# :math:`dV` of so many columns, so each has a launch of its own, and computes the scores anew. (Of 512 queries it took
+# 1.1 times as long as torch's when we tried, with a causal mask as without one. No record holds that.)
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for
@@ -1819,6 +1866,8 @@ for report in (
     report_window,
     report_fp32,
     report_fp32_bwd,
+    report_fp32_head_dims,
+    report_fp32_head_dims_bwd,
 ):
     print(report.summary())
 

@@ -499,11 +499,12 @@ WIDTHS = (16, 32, 64, 128)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("head_dims", [(a, b) for a in WIDTHS for b in WIDTHS], ids=str)
-def test_machine_code_reads_no_register_that_nothing_wrote(head_dims):
+def test_machine_code_reads_no_register_that_nothing_wrote(head_dims, is_causal):
     """`wgmma` finds a tile by two words. The upper one is a constant, or a sum of it, a carry and zero."""
     q, v = (_tensor((2, 4, 1024, d), F32) for d in head_dims)
-    call = (triton_gallery.attention, [q, q, v], {"is_causal": True}, True)
+    call = (triton_gallery.attention, [q, q, v], {"is_causal": is_causal}, True)
     ((kernels,),) = codegen._compile(codegen._pack([call], ("sm_90",)))
     sums = 0
     for kernel in kernels:

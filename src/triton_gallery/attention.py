@@ -806,11 +806,11 @@ _TILES = {
         128: {"fwd": (32, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
         256: {"fwd": (32, 32, 4, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 32, 8, 1)},
     },
-    # Where TMA brings what is in parts already, they do not.
+    # Where TMA brings what is in parts already, they do not. "dk" is for dk alone, of keys that all later queries see.
     "float32, in parts": {
         32: {"fwd": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2), "dq": (64, 64, 4, 2)},
         64: {"fwd": (64, 32, 4, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
-        128: {"fwd": (128, 32, 8, 2), "dkdv": (64, 64, 4, 1), "dq": (64, 32, 4, 2)},
+        128: {"fwd": (128, 32, 8, 2), "dkdv": (64, 64, 4, 1), "dk": (32, 64, 4, 2), "dq": (64, 32, 4, 2)},
     },
     "float32, AMD": {  # with 8 warps a thread would have half the registers
         128: {"fwd": (64, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
@@ -837,7 +837,7 @@ _SHORT_WARPS = {
 def _config(
     kernel: str, block_d: int, block_dv: int, dtype: torch.dtype, device: torch.device, use_tma: bool, precision: str
 ) -> dict[str, int]:
-    """The launch options of one kernel ("fwd", "dkdv" or "dq"); nothing is tuned at the first call."""
+    """The launch options of one kernel ("fwd", "dkdv", "dk" or "dq"); nothing is tuned at the first call."""
     widest = max(block_d, block_dv)
     if device.type == "cpu":
         kind = "interpreter"
@@ -1234,10 +1234,11 @@ def _attention_bwd(
         )  # fmt: skip
 
     if dk.numel() > 0:
-        config = _config("dkdv", block_d, block_dv, dk.dtype, q.device, use_tma, precision)
         # Registers have no room for both gradients of long rows and their products in parts: these take two launches.
         apart = in_parts and max(block_d, block_dv) > 64
         for dk_or_none, dv_or_none in ((dk, None), (None, dv)) if apart else ((dk, dv),):
+            kernel = "dk" if dv_or_none is None and upper is None else "dkdv"
+            config = _config(kernel, block_d, block_dv, dk.dtype, q.device, use_tma, precision)
             launch(
                 _attention_bwd_dkdv_kernel,
                 (cdiv(seq_k, config["BLOCK_N"]) * batch * n_kv_heads,),
