@@ -91,6 +91,12 @@ CALLS = [
     attention(3, 1031, 72, heads=(8, 2), window=(900, 5)),
     attention(131, 70, 33, is_causal=True),
     attention(70, 131, 64, dtype=F32, window=(20, 3)),
+    # In parts
+    *(
+        attention(640, 600, d, dtype=F32, head_dim_v=dv, is_causal=causal)
+        for d, dv in ((40, 40), (128, 20), (128, 128))
+        for causal in (False, True)
+    ),
     attention(65, 64, 80, dtype=F64, heads=(4, 2)),
     attention(256, 256, 256, is_causal=True),
     *(attention(256, 256, d, is_causal=causal) for d in (64, 128) for causal in (False, True)),
