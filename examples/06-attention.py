@@ -382,10 +382,10 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 #   three for a window. In the loop over full tiles, `part != 1` is known to be false, and no mask is computed.
 # - `row_max` is the maximum of the products :math:`q_i \cdot k_j`, before they are scaled. That is allowed because the
 #   scale is positive; `tg.attention` turns a negative one into a negative :math:`Q`.
-# - `p.to(v_tile.dtype)` narrows the probabilities to what the matrix unit takes. They lie between 0 and 1. `acc`
-#   and `row_sum` remain in float32, or float64 if the inputs are.
-# - `dot(p, v_tile, acc * rescale[:, None], ...)` is step four for :math:`a`. The rescaling is a product for each number
-#   of `acc`, not for each score, so the wider the tile of keys, the less it weighs.
+# - `p.to(out_ptr.dtype.element_ty)` narrows the probabilities to the inputs' dtype, which the matrix unit takes. They
+#   lie between 0 and 1. `acc` and `row_sum` remain in float32, or float64 if the inputs are.
+# - `dot(p.to(...), v_tile, acc * rescale[:, None], ...)` is step four for :math:`a`. The rescaling is a product for
+#   each number of `acc`, not for each score, so the wider the tile of keys, the less it weighs.
 # - `other=0.0` in `_load_tile`: padded columns of :math:`Q` and :math:`K` add 0 to a score. Padded rows of :math:`V`
 #   meet probabilities of 0, but 0 times whatever lies in memory may be NaN, so they have to be 0 as well.
 # - `empty` takes care of a query that no key is allowed to. Its output is 0, and its logsumexp :math:`-\infty`.
@@ -834,17 +834,17 @@ ladder
 # positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
 #
 # The small kernel makes none of these trips, and still, on an H200, it is no faster than these lines but at one of four
-# lengths (on an H100 but at three): its rate over theirs is :measured:`attention-ladder-fp16: small kernel, 32 × 32 /
-# scores in memory at 512` at 512 positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory
-# at 2048` at 2048 and :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at 16384. At
-# 8192 they fall to :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048
-# positions on its own rate hardly changes. What it saves on both is the memory of the scores. For its rate it depends
-# on the cache instead, and the smaller the tile, the more it asks of that, and the smaller are the pieces that it hands
-# to the matrix unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at least, so tiles of 32 have to make do
-# with an older one. And what happens once for a tile of keys, the maximum, the rescaling, the wait for the next tile,
-# happens for every 32 keys. Speed comes with the tile, above all: 64 queries are :measured:`attention-ladder-fp16:
-# tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions. (Smaller changes come with it: full
-# tiles compute no mask, and the scale joins the exponent.)
+# lengths (on an H100 it is, at all four). Its rate over theirs is :measured:`attention-ladder-fp16: small kernel, 32 ×
+# 32 / scores in memory at 512` at 512 positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in
+# memory at 2048` at 2048 and :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at
+# 16384. At 8192 they fall to :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into.
+# From 2048 positions on its own rate hardly changes. What it saves on both is the memory of the scores. For its rate it
+# depends on the cache instead, and the smaller the tile, the more it asks of that, and the smaller are the pieces that
+# it hands to the matrix unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at least, so tiles of 32 have to
+# make do with an older one. And what happens once for a tile of keys, the maximum, the rescaling, the wait for the next
+# tile, happens for every 32 keys. Speed comes with the tile, above all: 64 queries are
+# :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
+# (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
 # The fourth version asks the cache for half as much and waits half as often, and still, on an H200, it is slower at
 # every length (on an H100 at 2048 positions alone). Its rate over the third one's is :measured:`attention-ladder-fp16:
@@ -1694,8 +1694,8 @@ report_short_bwd
 # 77`, :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 197` and :measured:`attention-fwd-short-fp16:
 # triton_gallery / cuDNN at 256`; with 100 and 128 they are behind, at :measured:`attention-fwd-short-fp16:
 # triton_gallery / cuDNN at 100` and :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 128`. There a head
-# is a single tile of queries and one of keys, so that a consumer has nothing to do under its products; whether this is
-# what it is, we have not measured.
+# is a single tile of queries and one of keys, so that a consumer has nothing to do under its products. That is so with
+# 77 as well, so it cannot be all; more we have not measured.
 #
 # Backward, the kernel with all scores of a head runs at :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at
 # 16`, :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 32`, :measured:`attention-bwd-short-fp16:
@@ -1780,8 +1780,10 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions: {surplus:5.1%} more than is credited, forward {surplus / 2:5.1%}")
 
 # %%
-# So every causal curve begins low. At 16384 positions little of the difference is left. With ours it has even turned:
-# they are quicker with a mask there than without; why, we have not measured. Our rate over cuDNN's is
+# So every causal curve begins low. At 16384 positions little of the difference is left. In our backward pass it has
+# even turned: with head dimension 128 it reaches :measured:`attention-bwd-d128-causal-fp16: triton_gallery at 16384`
+# with a mask and :measured:`attention-bwd-d128-fp16: triton_gallery at 16384` without, while forward the two are about
+# even; why, we have not measured. Our rate over cuDNN's is
 #
 # - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 #   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
@@ -1840,14 +1842,17 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. A kernel of its own first cuts each number into
 # its three parts, so that TMA can bring tiles of these to `wgmma`. The kernels used to cut what they had loaded, again
 # for each tile, which we think took longer than the products. Short sequences still do so, in small tiles, and so do
-# head dimensions over 128, of whose parts shared memory does not hold enough. There we lose. With 192 numbers the
-# forward pass has :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at 192` torch's rate, and the
-# backward pass :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 192`; with 256 numbers they have
-# :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at 256` and
-# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 256`. With 128 the backward pass is at
-# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 128`: registers do not hold both :math:`dK` and
-# :math:`dV` of so many columns, so each has a launch of its own, and computes the scores anew. (Of 512 queries it took
-# 1.1 times as long as torch's when we tried, with a causal mask as without one. No record holds that.)
+# head dimensions over 128, of whose parts shared memory does not hold enough.
+#
+# So over 128 we lose. With 192 numbers the forward pass has :measured:`attention-fwd-head-dims-fp32: triton_gallery /
+# torch at 192` torch's rate, and the backward pass :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at
+# 192`; with 256 numbers they have :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at 256` and
+# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 256`. From 65 columns on, registers do not hold
+# both :math:`dK` and :math:`dV`, so each has a launch of its own, and computes the scores anew. That leaves the
+# backward pass at :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 128` with 128 columns, and with
+# 96, for which these kernels compute 128 as well, at :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at
+# 96`. (Of 512 queries with 128 columns it took 1.1 times as long as torch's when we tried, without a mask nearly
+# 1.2 times. No record holds that.)
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for
