@@ -382,6 +382,14 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({"line_names": [_report.OURS, _report.COPY]}, {}, ValueError, "none of peers, limit, copy of as many bytes"),
         ({"x_vals": (n for n in [256])}, {}, TypeError, "x_vals must be a list, got generator"),
         ({"x_vals": 256}, {}, TypeError, "x_vals must be a list, got int"),
+        ({"x_vals": np.array(256)}, {}, TypeError, "x_vals must be a list, got ndarray"),
+        ({"x_vals": b"ab"}, {}, TypeError, "x_vals must be a list, got bytes"),
+        ({"x_vals": [1j]}, {}, TypeError, "x_vals must hold numbers, names or tuples of these, got [1j]"),
+        ({"x_vals": [math.nan]}, {}, TypeError, "x_vals must hold numbers, names or tuples of these, got [nan]"),
+        ({"x_vals": [(0,)], "x_log": True}, {}, ValueError, "x_vals must be positive where x_log is set, got [[0]]"),
+        ({"x_names": ["N", "N"]}, {}, ValueError, "x_names, line_arg and args must be arguments, no two alike, got"),
+        ({"line_arg": "N"}, {}, ValueError, "x_names, line_arg and args must be arguments, no two alike, got"),
+        ({"args": {1: 2}}, {}, ValueError, "x_names, line_arg and args must be arguments, no two alike, got"),
         ({"line_names": None}, {}, TypeError, "line_names and line_vals must be lists"),
         ({"line_names": ["triton_gallery", 3]}, {}, TypeError, "line_arg and what line_names holds must be str, got 3"),
         ({"line_arg": 3}, {}, TypeError, "line_arg and what line_names holds must be str, got 3"),
@@ -440,6 +448,12 @@ def test_limit_refuses():
 def test_load_refuses_what_is_no_name():
     with pytest.raises(TypeError, match="load: name must be a str, got NoneType"):
         benchmark.load(None)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "../nvidia-h200/softmax-fp16", "nvidia-h200/softmax-fp16", "", "."])
+def test_load_finds_no_record_of_a_name_that_none_can_have(name):
+    with pytest.raises(FileNotFoundError, match=f"benchmark {re.escape(name)}: no record has this name"):
+        benchmark.load(name)
 
 
 def test_run_without_a_gpu_loads_the_committed_record(records, monkeypatch, capsys):

@@ -300,7 +300,7 @@ def test_tensors_keep_their_layout():
         assert copied.stride() == view.stride() and copied.storage_offset() == view.storage_offset()
 
 
-@pytest.mark.parametrize("target", ["sm90", "sm_9", "cuda", "gfx9", "h200", 90])
+@pytest.mark.parametrize("target", ["sm90", "sm_9", "sm_९०", "cuda", "gfx9", "h200", 90])
 def test_refuses_an_unknown_target(target):
     with pytest.raises(ValueError, match=f'inspect: targets must be names such as "sm_90" or "gfx942", got {target!r}'):
         codegen.inspect(copy, empty(2048), targets=[target])

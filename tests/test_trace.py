@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -586,11 +587,32 @@ def test_a_number_of_numpy_is_a_number(device):
         assert out.item() == 573
 
 
-@pytest.mark.parametrize("value", [np.ones(3), [1.0], "a", {}, (1, [2])], ids=str)
+@pytest.mark.parametrize("value", [np.ones(3), [1.0], "a", {}, (1, [2]), Fraction(1, 2), len, bytearray(8)], ids=str)
 def test_trace_refuses_what_no_kernel_takes(value, device):
     name = r"value\[1\]" if isinstance(value, tuple) else "value"
     with pytest.raises(TypeError, match=f"trace: {name} must be a tensor, a number, None or a tuple of these, got"):
         tg.trace(_kernel_with_options, (1,), torch.zeros(1, device=device), value)
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
+def test_trace_refuses_ints_of_more_than_64_bits(value, device):
+    with pytest.raises(ValueError, match=f"trace: value must fit into 64 bits, got {value:#x}"):
+        tg.trace(_kernel_with_options, (1,), torch.zeros(1, device=device), value)
+    tg.trace(_kernel_with_options, (1,), torch.zeros(1, device=device), value - 1 if value > 0 else value + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_the_inference_mode_are_written(dtype, device):
+    with torch.inference_mode():
+        out = torch.zeros(1, dtype=dtype, device=device)
+    tg.trace(_kernel_with_options, (1,), out, 1)
+    assert out.item() != 0
+
+
+def test_traces_and_accesses_are_equal_to_themselves_alone(device):
+    first, second = (tg.trace(_kernel_with_options, (1,), torch.zeros(1, device=device), 1) for _ in range(2))
+    assert first == first and first != second
+    assert first.accesses[-1] in first.accesses and second.accesses[-1] not in first.accesses
 
 
 def test_a_bool_is_a_number_or_refused(device):

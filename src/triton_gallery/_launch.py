@@ -342,7 +342,8 @@ def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -
         # Only what the kernel wrote goes back: writing an input, even with the same values, would trip autograd's
         # version check.
         if not torch.equal(wide.view(torch.int32), memory.float().view(torch.int32)):
-            memory.copy_(wide)
+            with torch.inference_mode() if memory.is_inference() else nullcontext():
+                memory.copy_(wide)
 
 
 # None, or the list that collects what calls on meta tensors compile.

@@ -52,6 +52,7 @@ def set_tuning(enabled: bool, *, folder: str | os.PathLike | None = None) -> Non
 
     Raises:
         TypeError: `enabled` is no bool, or `folder` no path.
+        ValueError: `folder` begins with the home of nobody, or has a null character in it.
 
     Notes:
         Another choice may add up in another order, and round otherwise. So results may differ from those of the shipped
@@ -71,8 +72,14 @@ def set_tuning(enabled: bool, *, folder: str | os.PathLike | None = None) -> Non
         raise TypeError(f"set_tuning: folder must be a path, got {type(folder).__name__}")
     if enabled and folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "triton_gallery")
+    try:
+        place = Path(os.fsdecode(folder)).expanduser().absolute() if enabled else None
+        if place and "\0" in str(place):
+            raise RuntimeError("a null character")
+    except RuntimeError as error:
+        raise ValueError(f"set_tuning: folder must be a path that there can be, got {folder!r}: {error}") from None
     with _lock:
-        _folder = Path(folder).expanduser().absolute() if enabled else None
+        _folder = place
         _chosen.clear()
         # They hold the launches of what was chosen so far.
         forget_replays()

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -347,7 +347,7 @@ def load(name: str, gpu: str | None = None) -> Report:
 
 def _load(name: str, gpu: str | None, also_changed: Callable[[dict], frozenset[str]]) -> Report:
     """`load`, for callers that know more of what changed since a record was made."""
-    gpus = sorted(folder.name for folder in _records().iterdir() if (folder / f"{name}.json").is_file())
+    gpus = sorted(file.parent.name for file in _records().glob("*/*.json") if file.stem == name)
     if not gpus:
         raise FileNotFoundError(
             f"benchmark {name}: no record has this name; `make record` on a GPU machine writes them"
@@ -506,17 +506,25 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     x_names = benchmark.x_names
     if not isinstance(x_names, list | tuple) or not x_names or not all(isinstance(name, str) for name in x_names):
         raise TypeError(f"perf_report: x_names must be a list of one name or more, got {x_names!r}")
-    if not isinstance(benchmark.x_vals, Collection) or isinstance(benchmark.x_vals, str):
+    xs, n_sizes = _plain(benchmark.x_vals), len(x_names)
+    if isinstance(xs, range):
+        xs = list(xs)
+    if not isinstance(xs, list):
         raise TypeError(f"perf_report: x_vals must be a list, got {type(benchmark.x_vals).__name__}")
-    xs, n_sizes = _plain(list(benchmark.x_vals)), len(benchmark.x_names)
+    sizes = [size for x in xs for size in (x if isinstance(x, list) else [x])]
+    if not all(isinstance(size, int | float | str) and size == size for size in sizes):
+        raise TypeError(f"perf_report: x_vals must hold numbers, names or tuples of these, got {xs}")
     if not xs or len(set(map(str, xs))) < len(xs):
         raise ValueError(f"perf_report: x_vals must hold one value or more, no two alike, got {xs}")
-    if any(len(x) != n_sizes for x in xs if isinstance(x, list | tuple)):
+    if any(len(x) != n_sizes for x in xs if isinstance(x, list)):
         raise ValueError(f"perf_report: each of x_vals must be a number or {n_sizes}, one for each x_name, got {xs}")
-    if benchmark.x_log and any(isinstance(x, int | float) and x <= 0 for x in xs):
+    if benchmark.x_log and any(isinstance(size, int | float) and size <= 0 for size in sizes):
         raise ValueError(f"perf_report: x_vals must be positive where x_log is set, got {xs}")
     if not isinstance(benchmark.args, dict):
         raise TypeError(f"perf_report: args must be a dict, got {type(benchmark.args).__name__}")
+    names = [*x_names, benchmark.line_arg, *benchmark.args]
+    if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"perf_report: x_names, line_arg and args must be arguments, no two alike, got {names}")
     if not isinstance(title, str):
         raise TypeError(f"perf_report: title must be a str, got {type(title).__name__}")
     if limit is not None and (not isinstance(limit, str) or LIMITS.get(limit) != benchmark.ylabel):

@@ -132,7 +132,7 @@ class Report:
         """
         matches = [k for k in self.kernels if k.target == target and kernel in (None, k.name)]
         if not matches:
-            known = ", ".join(f"{k.name} for {k.target}" for k in self.kernels)
+            known = ", ".join(f"{k.name} for {k.target}" for k in self.kernels) or "none"
             named = f"kernel {kernel}" if kernel else "kernel"
             raise ValueError(f"source: no {named} for {target}; the report has {known}")
         kinds = matches[0].asm.texts()
@@ -359,7 +359,12 @@ def _name(function: Callable) -> str:
 
 def _names(names: str | Iterable[str]) -> tuple:
     """The names as a tuple; a single one needs none of its own."""
-    return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
+    if isinstance(names, str):
+        return (names,)
+    try:
+        return tuple(names)
+    except TypeError:
+        return (names,)
 
 
 def _pack(
@@ -396,7 +401,7 @@ def _pack(
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump((calls, targets, keep_asm, settings, versions))
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
+    except (AttributeError, RecursionError, TypeError, pickle.PicklingError) as error:
         raise TypeError(f"{op}: function and arguments must travel to another process: {error}") from error
     return buffer.getvalue()
 
@@ -461,9 +466,9 @@ class _TargetDriver:
 
 def _parse(target: object) -> GPUTarget | None:
     """The target of this name, or None."""
-    if match := re.fullmatch(r"sm_(\d{2,3})", str(target)):
+    if match := re.fullmatch(r"sm_([0-9]{2,3})", str(target)):
         return GPUTarget("cuda", int(match[1]), 32)
-    if match := re.fullmatch(r"gfx(\d{1,2})\d[\da-f]", str(target)):
+    if match := re.fullmatch(r"gfx([0-9]{1,2})[0-9][0-9a-f]", str(target)):
         return GPUTarget("hip", target, 64 if int(match[1]) == 9 else 32)
     return None
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.backends import backends
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._arguments import FLOATS, number
@@ -52,7 +52,7 @@ _NO_BOOLS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 # --- what a reader gets -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Access:
     """One load, store or atomic operation of one program.
 
@@ -83,7 +83,7 @@ class Access:
         return f"{self.kind} {self.argument} by program {self.program}: {lanes}{outside}"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Trace:
     """What the programs of one launch did; prints as a table with a line for each argument that was touched.
 
@@ -231,7 +231,7 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
             that a kernel can take, a tensor has a dtype that Triton's interpreter does not know, `grid` is neither a
             tuple nor a function of one or holds something else than ints, or `watch` holds something else than names.
         ValueError: the kernel sets no variable of a name in `watch`, `grid` has more than three axes, none, or a
-            negative number of programs, or a tensor is sparse or holds no data.
+            negative number of programs, an int does not fit into 64 bits, or a tensor is sparse or holds no data.
 
     Notes:
         The interpreter runs the programs one after another, axis 2 fastest, and takes some 50 µs for every operation of
@@ -458,6 +458,10 @@ def _checked(signature: inspect.Signature, arguments: dict) -> dict:
     return checked
 
 
+# What a kernel can take besides tensors and tuples of all these.
+_VALUES = int, float, type(None), tl.constexpr, tl.dtype, KernelInterface, TensorDescriptor
+
+
 def _check_value(name: str, value: object) -> None:
     if isinstance(value, tuple):
         for i, part in enumerate(value):
@@ -467,7 +471,9 @@ def _check_value(name: str, value: object) -> None:
         raise TypeError(
             f"trace: {name} must not be a bool, which the interpreter of Triton {version} cannot read; pass an int"
         )
-    elif isinstance(value, np.ndarray | list | dict | set | str | bytes | complex):
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"trace: {name} must fit into 64 bits, got {value:#x}")
+    elif not (isinstance(value, _VALUES) or hasattr(value, "data_ptr")):
         raise TypeError(
             f"trace: {name} must be a tensor, a number, None or a tuple of these, got {type(value).__name__}; only a "
             "tl.constexpr can be something else"
