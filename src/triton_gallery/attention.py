@@ -806,7 +806,7 @@ _TILES = {
         128: {"fwd": (32, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
         256: {"fwd": (32, 32, 4, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 32, 8, 1)},
     },
-    # Where TMA brings what is in parts already, they do not. "dk" is for dk alone, of keys that all later queries see.
+    # Where TMA brings what is in parts already, they do not. "dk" is for dk alone, without a causal mask.
     "float32, in parts": {
         32: {"fwd": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2), "dq": (64, 64, 4, 2)},
         64: {"fwd": (64, 32, 4, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},

@@ -512,7 +512,7 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     if not isinstance(xs, list):
         raise TypeError(f"perf_report: x_vals must be a list, got {type(benchmark.x_vals).__name__}")
     sizes = [size for x in xs for size in (x if isinstance(x, list) else [x])]
-    if not all(isinstance(size, int | float | str) and size == size for size in sizes):
+    if not all(isinstance(size, int | str) or (isinstance(size, float) and math.isfinite(size)) for size in sizes):
         raise TypeError(f"perf_report: x_vals must hold numbers, names or tuples of these, got {xs}")
     if not xs or len(set(map(str, xs))) < len(xs):
         raise ValueError(f"perf_report: x_vals must hold one value or more, no two alike, got {xs}")
