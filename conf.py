@@ -92,4 +92,5 @@ html_favicon = "docs/_static/favicon.svg"
 html_static_path = ["docs/_static"]
 html_css_files, html_js_files = ["gallery.css"], ["gallery.js"]
 html_math_renderer = "mathml"
+html_search_scorer = "docs/_templates/scorer.js"
 html_domain_indices = False

@@ -74,8 +74,8 @@ def _history(gpu: str, name: str) -> list[str]:
         return [NO_HISTORY]
     reports.reverse()
     unit = reports[0].record["unit"]
-    head = [reports[0].record["x"], *(f"{r.record['date']}, {r.record['commit']}" for r in reports)]
-    lines = ["<tr>" + "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head) + "</tr>"]
+    head = [escape(reports[0].record["x"]), *(f"{r.record['date']}<br>{escape(r.record['commit'])}" for r in reports)]
+    lines = ["<tr>" + "".join(f'<th scope="col">{cell}</th>' for cell in head) + "</tr>"]
     for x in reports[0].xs:
         # A number in another unit than the newest keeps its own.
         cells = "".join(f"<td>{_cell(r, x).replace(f' {unit}', '')}</td>" for r in reports)

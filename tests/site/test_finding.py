@@ -77,6 +77,7 @@ def test_a_twin_holds_code_formulas_and_figures(site, example):
     [
         ("layer_norm", "python-api/layer_norm.html"),
         ("triton_gallery.attention", "python-api/attention.html"),
+        ("matmul", "getting-started/tutorials/03-matrix-multiplication.html"),
         ("_softmax_fwd_kernel", "python-api/softmax.html"),
         ("_matmul_specialized_kernel", "python-api/matmul.html"),
         ("Welford recurrence", "getting-started/tutorials/05-layer-norm.html"),

@@ -133,6 +133,18 @@ def test_sections_stand_beside_the_text_where_there_is_room(open_page):
     assert sections.is_visible()
 
 
+@pytest.mark.parametrize("width", [390, 820, 1024])
+@pytest.mark.parametrize("page_name", ["index.html", "getting-started/benchmarks.html"])
+def test_numbers_are_in_sight_beside_the_menu(open_page, page_name, width):
+    table = open_page(page_name, width=width).locator("table.measured").first
+    assert table.evaluate("table => table.scrollWidth <= table.parentElement.clientWidth")
+
+
+def test_a_finger_sees_how_to_copy(open_page):
+    page = open_page(TUTORIAL, width=390, has_touch=True, is_mobile=True)
+    assert page.locator("button.copybtn").first.evaluate("button => getComputedStyle(button).opacity") == "1"
+
+
 def test_page_prints_in_black_on_white_without_the_navigation(open_page):
     page = open_page(TUTORIAL, theme="dark")
     page.emulate_media(media="print", color_scheme="dark")
@@ -143,6 +155,14 @@ def test_page_prints_in_black_on_white_without_the_navigation(open_page):
     page.set_viewport_size({"width": 700, "height": 1000})  # A4 with margins
     assert page.evaluate("[...document.querySelectorAll('pre')].every(pre => pre.scrollWidth <= pre.clientWidth)")
     assert page.pdf().startswith(b"%PDF")
+
+
+def test_page_of_records_prints_all_tabs(open_page):
+    page = open_page("getting-started/benchmarks.html")
+    tabs, folds = page.locator(".sd-tab-content"), page.locator(".sd-dropdown")
+    assert tabs.count() > 1 and not tabs.last.is_visible() and folds.first.is_visible()
+    page.emulate_media(media="print")
+    assert all(tab.is_visible() for tab in tabs.all()) and not any(fold.is_visible() for fold in folds.all())
 
 
 # --- what a page is made of -------------------------------------------------------------------------------------------
