@@ -764,6 +764,7 @@ REFUSED = {
     "nothing in it": (lambda x: (x, (4, None)), TypeError, r"normalized_shape must be .* ints, got \(4, None\)"),
     "a NumPy fraction": (lambda x: (x, (numpy.float32(4),)), TypeError, r"normalized_shape must be .* ints, got \("),
     "a NumPy bool": (lambda x: (x[:, :1], (numpy.True_,)), TypeError, r"normalized_shape must be .* ints, got \("),
+    "a 0-d array": (lambda x: (x, numpy.array(4.0)), TypeError, r"normalized_shape must be an int .* got array\(4"),
     "bytes": (lambda x: (x, b"\x04"), TypeError, r"normalized_shape must be an int .* ints, got b'"),
     "tensors": (lambda x: (x, [torch.ones(2)]), TypeError, r"normalized_shape must be .* ints, got \[tensor\(\[1"),
     "a position": (lambda x: (x, -1), ValueError, r"normalized_shape must be the sizes of .* \(3, 4\), got \(-1,\)"),
@@ -783,7 +784,7 @@ def test_norms_take_numbers_of_numpy(norm, device):
     x = torch.randn(3, 4, device=device)
     for eps in (numpy.float16(0.5), numpy.float32(0.5), numpy.float64(0.5), numpy.int64(2)):
         assert torch.equal(getattr(tg, norm)(x, 4, eps=eps), getattr(tg, norm)(x, 4, eps=eps.item()))
-    for shape in (numpy.int64(4), (numpy.int32(4),), [torch.tensor(4)]):
+    for shape in (numpy.int64(4), numpy.array(4), torch.tensor(4), (numpy.int32(4),), [torch.tensor(4)]):
         assert torch.equal(getattr(tg, norm)(x, shape), getattr(tg, norm)(x, 4))
     with pytest.raises(ValueError, match=f"{norm}: eps must be a number, got nan"):
         getattr(tg, norm)(x, 4, eps=numpy.float32("nan"))

@@ -16,7 +16,7 @@ from triton_gallery import hopper
 from triton_gallery._launch import cdiv, collapse, is_hopper, launch, num_multiprocessors
 from triton_gallery.hopper import matmul_plan
 from triton_gallery.hopper.matmul import can_address
-from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel, launch_tiles
+from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel, _multiply, launch_tiles
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -731,7 +731,12 @@ def test_matmul_skips_autograd_without_gradients():
         (
             lambda a, b: tg.matmul(a.to(torch.float8_e5m2).requires_grad_(), b.to(torch.float8_e5m2)),
             TypeError,
-            "must not require a gradient in float8_e5m2",
+            "matmul: a must not require a gradient in float8_e5m2",
+        ),
+        (
+            lambda a, b: tg.matmul(a.to(torch.float8_e5m2), b.to(torch.float8_e4m3fn).requires_grad_()),
+            TypeError,
+            "matmul: b must not require a gradient in float8_e4m3fn",
         ),
         (lambda a, b: tg.matmul(a, b.to("meta")), ValueError, "matmul: b must be on the device of a, .*, got meta"),
     ],
@@ -739,6 +744,23 @@ def test_matmul_skips_autograd_without_gradients():
 def test_matmul_refuses(call, error, message):
     with pytest.raises(error, match=message):
         call(random(2, 4), random(4, 3))
+
+
+def test_a_batch_is_no_part_of_a_length_that_would_be_miscounted():
+    """Each of two products has a length that counts right, and both together, as rows or as a sum, would not."""
+    a, b = torch.ones((), device=DEVICE).expand(2, 2**30 - 100, 1), torch.ones(1, 0, device=DEVICE, requires_grad=True)
+    out = tg.matmul(a, b)
+    assert out.shape == (2, 2**30 - 100, 0)
+    out.sum().backward()
+    assert b.grad.shape == b.shape
+
+
+def test_more_matrices_than_a_grid_has_programs_are_refused():
+    a = torch.ones((), device=DEVICE).expand(2**31, 0, 1)
+    assert tg.matmul(a, a.mT[:1]).shape == (2**31, 0, 0)
+    a = torch.ones((), device="meta").expand(2**31, 1, 1)
+    with pytest.raises(ValueError, match=r"matmul: the batch .* must have fewer than 2\*\*31 matrices, got 2147"):
+        _multiply(a, a, None, None, None, a, None)
 
 
 @pytest.mark.gpu

@@ -312,11 +312,11 @@ def repository(folder):
 
 
 def test_history_has_a_column_for_each_commit_that_changed_the_numbers(repository, build):
-    text, warnings, _, _ = build(".. records::\n", "records")
+    text, warnings, page, _ = build(".. records::\n", "records")
     assert not warnings and records.NO_HISTORY not in text
     kept = records.history("nvidia-h200", NAME)
     assert [record["commit"] for record in kept] == ["aaaaaaa", "bbbbbbb"]
-    assert all(f"{record['date']}<br>{record['commit']}" in text for record in kept)
+    assert all(f"{record['date']}<br>{record['commit']}" in page for record in kept)
     old, new = (_report.Report(record).quote("triton_gallery", None, str(X)) for record in kept)
     (old, unit), (new, _) = old.split(), new.split()
     assert old != new and 0 < text.index(f"{new} (") < text.index(f"{old} (")  # the newest first

@@ -240,10 +240,17 @@ def test_refusals():
         set_tuning(1)
     with pytest.raises(TypeError, match="set_tuning: folder must be a path, got int"):
         set_tuning(True, folder=3)
-    for folder in ("~nobody-has-this-name/choices", "a\0b"):
+    for folder in ("~nobody-has-this-name/choices", "a\0b", "a\ud800b"):
         with pytest.raises(ValueError, match="set_tuning: folder must be a path that there can be, got"):
             set_tuning(True, folder=folder)
     assert not is_tuning()
+
+
+def test_a_relative_folder_of_a_lost_directory_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(ValueError, match="set_tuning: folder must be a path that there can be, got 'choices'"):
+        set_tuning(True, folder="choices")
 
 
 def test_products_elsewhere_have_no_choice(monkeypatch, tmp_path):

@@ -40,25 +40,29 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
             f"{op}: {name} must be on a GPU, got device cpu; move it there, or set TRITON_INTERPRET=1 before importing "
             "triton to run on CPU tensors in the interpreter"
         )
-    refuse_tangents(op, x)
+    refuse_tangents(op, x, name=name)
+
+
+LONGEST = 2**31 - 2**14  # of 31 bits, so that no block steps past them; beyond, Triton counts in 64
 
 
 def check_length(op: str, what: str, length: int) -> None:
-    """Refuse a length of 31 bits that blocks would step past; beyond, Triton counts in 64."""
-    if 2**31 - 2**14 < length < 2**31:
+    """Refuse a length of 31 bits that blocks would step past."""
+    if LONGEST < length < 2**31:
         raise ValueError(
             f"{op}: {what} must not be within 2**14 below 2**31, where blocks are miscounted, got {length}"
         )
 
 
-def refuse_tangents(op: str, *tensors: torch.Tensor) -> None:
+def refuse_tangents(op: str, *tensors: torch.Tensor, name: str | None = None) -> None:
     """Refuse tensors that forward-mode differentiation follows: kernels would lose their tangents."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        refuse_forward_mode(op)
+        refuse_forward_mode(op, name)
 
 
-def refuse_forward_mode(op: str) -> NoReturn:
-    raise NotImplementedError(f"{op}: forward-mode differentiation is not supported; use reverse mode (backward)")
+def refuse_forward_mode(op: str, name: str | None = None) -> NoReturn:
+    got = f", and {name} has a tangent" if name else ""
+    raise NotImplementedError(f"{op}: forward-mode differentiation is not supported{got}; use reverse mode (backward)")
 
 
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:

@@ -52,7 +52,8 @@ def set_tuning(enabled: bool, *, folder: str | os.PathLike | None = None) -> Non
 
     Raises:
         TypeError: `enabled` is no bool, or `folder` no path.
-        ValueError: `folder` begins with the home of nobody, or has a null character in it.
+        ValueError: `folder` begins with the home of nobody, has characters that no path has, or is relative where the
+            working directory is gone.
 
     Notes:
         Another choice may add up in another order, and round otherwise. So results may differ from those of the shipped
@@ -74,9 +75,9 @@ def set_tuning(enabled: bool, *, folder: str | os.PathLike | None = None) -> Non
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "triton_gallery")
     try:
         place = Path(os.fsdecode(folder)).expanduser().absolute() if enabled else None
-        if place and "\0" in str(place):
+        if place and b"\0" in os.fsencode(place):
             raise RuntimeError("a null character")
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeError, FileNotFoundError) as error:  # the last of a relative path from nowhere
         raise ValueError(f"set_tuning: folder must be a path that there can be, got {folder!r}: {error}") from None
     with _lock:
         _folder = place
@@ -118,8 +119,8 @@ def _choose(key: tuple, choices: list, run: Callable) -> list | None:
     with _held(file):
         table = _read(file)
         found = (table or {}).get(call)
-        if isinstance(found, dict) and found.get("choice") in [None, *choices]:
-            _chosen[key] = found.get("choice")
+        if isinstance(found, dict) and "choice" in found and found["choice"] in [None, *choices]:
+            _chosen[key] = found["choice"]
         elif torch.cuda.is_current_stream_capturing():
             if recording.tape is not None:
                 recording.tape.keep = False

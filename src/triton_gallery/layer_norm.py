@@ -1078,9 +1078,8 @@ def _is_no_size(size):
 def _normalize(op, x, normalized_shape, weight, bias, eps):
     check_tensor(op, "x", x)
     normalized_shape = number(normalized_shape)
-    sizes = (normalized_shape,) if isinstance(normalized_shape, INTS) else normalized_shape
-    is_sequence = isinstance(sizes, Sequence) and not isinstance(sizes, str | bytes | bytearray)
-    if not is_sequence or any(map(_is_no_size, sizes)):
+    sizes = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+    if isinstance(sizes, str | bytes | bytearray) or any(map(_is_no_size, sizes)):
         raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
     normalized_shape = tuple(size if isinstance(size, INTS) else index(size) for size in sizes)
     if not normalized_shape or tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:
@@ -1147,8 +1146,8 @@ def layer_norm(
 
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
-        ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, or x lives where no kernel can
-            run.
+        ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, x lives where no kernel can
+            run, or a row's length is within 2**14 below 2**31, where blocks are miscounted.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
@@ -1203,8 +1202,8 @@ def rms_norm(
 
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
-        ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, or x lives where no kernel can
-            run.
+        ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, x lives where no kernel can
+            run, or a row's length is within 2**14 below 2**31, where blocks are miscounted.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:

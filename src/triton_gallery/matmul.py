@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import hopper
 from ._arguments import (
     FLOATS,
+    LONGEST,
     allows_tf32,
     autocast,
     check_length,
@@ -396,10 +397,16 @@ def _multiply(
 ) -> None:
     for what, length in (("a.shape[-2]", a.shape[-2]), ("a.shape[-1]", a.shape[-1]), ("b.shape[-1]", b.shape[-1])):
         check_length("matmul", what, length)
-    if torch.float8_e4m3fn in (a.dtype, b.dtype) and 0 < cuda_arch(a.device) < 89:
-        raise ValueError("matmul: a and b must not be float8_e4m3fn on NVIDIA GPUs before compute capability 8.9")
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype == torch.float8_e4m3fn and 0 < (arch := cuda_arch(x.device)) < 89:
+            raise ValueError(
+                f"matmul: {name} must not be float8_e4m3fn on NVIDIA GPUs before compute capability 8.9, got one of "
+                f"{arch // 10}.{arch % 10}"
+            )
     if out.numel() == 0:
         return
+    if (n_matrices := out.shape[:-2].numel()) >= 2**31:
+        raise ValueError(f"matmul: the batch of a and b must have fewer than 2**31 matrices, got {n_matrices}")
     reduced = _is_reduced(a.dtype, precision)
     way = dot_precision(a, reduced)
     is_bf16x6 = way == "bf16x6"
@@ -421,15 +428,13 @@ def _multiply(
     if has_hopper_kernels:
         hopper.load("matmul_plan").multiply(a, b, bias, out, pre, activation, reduced, batch)
     else:
+        arguments = a, b, bias, out, pre, activation, batch
         n_parts = _num_parts(*out.shape[-2:], a.shape[-1], batch, a.device) if is_bf16x6 else 1
-
-        def multiply(*args):
-            launch_tiles(*args, reduced)
-
         if n_parts == 1:
-            multiply(a, b, bias, out, pre, activation, batch)
+            launch_tiles(*arguments, reduced)
         else:
-            hopper.load("matmul_plan").in_parts(multiply, n_parts, a, b, bias, out, pre, activation, batch)
+            multiply = functools.partial(launch_tiles, reduced=reduced)
+            hopper.load("matmul_plan").in_parts(multiply, n_parts, *arguments)
 
 
 def _multiply_vector(
@@ -596,10 +601,11 @@ differentiable(_matmul_and_pre, _MatmulAndPre)
 def _product_of_shape(a, b, shape, precision):
     """a @ b, summed over the batch dimensions that `shape` lacks."""
     if len(shape) == 2 and max(a.dim(), b.dim()) > 2:
-        # The batch becomes part of the dimension that the product sums over: its sums are rounded once.
         batch = broadcast(a.shape[:-2], b.shape[:-2])
-        a = a.expand(*batch, *a.shape[-2:]).movedim(-2, 0).flatten(1)
-        b = b.expand(*batch, *b.shape[-2:]).flatten(0, -2)
+        if not known(math.prod(batch) * a.shape[-1] > LONGEST):
+            # The batch becomes part of the dimension that the product sums over: its sums are rounded once.
+            a = a.expand(*batch, *a.shape[-2:]).movedim(-2, 0).flatten(1)
+            b = b.expand(*batch, *b.shape[-2:]).flatten(0, -2)
     return _differentiable(a, b, None, None, precision).sum_to_size(shape)
 
 
@@ -646,8 +652,8 @@ def matmul(
         TypeError: an argument is no tensor, its dtype is not supported or does not match, or it is float8 and requires
             a gradient.
         ValueError: shapes do not match, the devices differ or cannot run a kernel, activation or precision is none of
-            the names above, the dtype is float8_e4m3fn on an NVIDIA GPU before compute capability 8.9, or M, N or K is
-            within 2**14 below 2**31, where blocks are miscounted.
+            the names above, the dtype is float8_e4m3fn on an NVIDIA GPU before compute capability 8.9, M, N or K is
+            within 2**14 below 2**31, where blocks are miscounted, or a batch has 2**31 matrices.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
@@ -686,6 +692,7 @@ def matmul(
         rows.dim() > 2
         and known(math.prod(columns.shape[:-2]) == 1)
         and columns.dim() <= rows.dim()
+        and not known(math.prod(rows.shape[:-1]) > LONGEST)
         and _is_one_matrix(rows)
     ):
         # The same b for the whole batch: the batch is more rows of one matrix.
@@ -725,10 +732,11 @@ def _checked_operands(
             for x, before in zip((a, b), given, strict=True)
         )
         raise TypeError(f"matmul: b must have a's dtype, {expected}, got {got}; convert one with .to()")
-    if a.dtype in _FLOAT8 and torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        raise TypeError(
-            f"matmul: a and b must not require a gradient in {_name(a.dtype)}; convert them to a wider dtype"
-        )
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype in _FLOAT8 and torch.is_grad_enabled() and x.requires_grad:
+            raise TypeError(
+                f"matmul: {name} must not require a gradient in {_name(x.dtype)}; convert it to a wider dtype"
+            )
     axis = -2 if b.dim() > 1 else -1
     if a.shape[-1] != b.shape[axis]:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"

@@ -1177,7 +1177,8 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
 
     Raises:
         TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.
-        ValueError: x has no dimension dim, or lives where no kernel can run.
+        ValueError: x has no dimension dim, lives where no kernel can run, or dim's length is within 2**14 below 2**31,
+            where blocks are miscounted.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
@@ -1226,7 +1227,8 @@ def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = N
 
     Raises:
         TypeError: x is no tensor, its dtype is not supported, dtype is not floating-point, or dim is not an int.
-        ValueError: x has no dimension dim, or lives where no kernel can run.
+        ValueError: x has no dimension dim, lives where no kernel can run, or dim's length is within 2**14 below 2**31,
+            where blocks are miscounted.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
