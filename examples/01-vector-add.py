@@ -19,7 +19,9 @@ You will learn:
 # Every page of this gallery starts with these lines. With a GPU, Triton compiles our kernels for it. Without one, the
 # package switches Triton's *interpreter* on: the same kernels then run on the CPU, one NumPy operation after the other.
 # That is slow, but the results are the same up to rounding, so this page runs on any machine where `triton-gallery` is
-# installed with its extra `examples`. `DEVICE` is where our tensors go: the GPU, or else the CPU.
+# installed with its extra `examples`. (Not in bfloat16 and float8, which the interpreter computes wrongly. The
+# functions of `tg` hand it float32 in their place; for a kernel that you launch yourself, take other dtypes there.)
+# `DEVICE` is where our tensors go: the GPU, or else the CPU.
 
 import torch
 import triton_gallery as tg  # before triton: without a GPU it switches the interpreter on

@@ -109,10 +109,11 @@ torch.testing.assert_close(matmul_in_tiles(a, b, 16, 16, 32), a @ b)
 #
 # We climb to the library's kernel in three steps; two more, further down, are for Hopper alone. The first one has no
 # loop at all. A program loads its rows and its columns whole and multiplies them with `tl.dot`, which is what reaches
-# the matrix unit. Their common side has to be at least 16 long, and the sums come out in float32. Two blocks of
-# indices, one turned into a column by `[:, None]` and one into a row by `[None, :]`, make a two-dimensional block of
-# addresses: element :math:`(m, k)` of a matrix lies at its first element plus :math:`m` times the row stride plus
-# :math:`k`.
+# the matrix unit. Their common side has to be at least 16 long, and the sums come out in float32. (Our tiles are of
+# float16. Of float32 numbers NVIDIA's matrix unit would read 10 of the 23 bits behind the point, unless we told
+# `tl.dot` to take ``input_precision="ieee"``; the interpreter always takes all.) Two blocks of indices, one turned into
+# a column by `[:, None]` and one into a row by `[None, :]`, make a two-dimensional block of addresses: element
+# :math:`(m, k)` of a matrix lies at its first element plus :math:`m` times the row stride plus :math:`k`.
 
 
 @triton.jit
@@ -1479,7 +1480,7 @@ for tiles_m, tiles_n, group in ((10, 7, 8), (9, 9, 4), (1, 5, 8), (3, 11, 2)):
 #    let torch add them up. Why is this better than an atomic addition, if results have to repeat?)
 # 3. For :math:`M = 1` the intensity is about one operation per byte, and a tile of 16 rows wastes 15 of them. Write the
 #    kernel as a sum over a block of :math:`K \times N`, without `tl.dot`, and count its bytes. (Hint:
-#    `tl.sum(a[:, None] * b, axis=0)`.)
+#    `tl.sum(a[:, None] * b, axis=0)`, where `a` has been widened to float32 before. Why?)
 
 # %%
 # Solutions
@@ -1504,7 +1505,8 @@ assert 11 in best or 12 in best
 #
 # Each program adds up the columns of its own tile and writes the result into a column of its own. An atomic addition
 # would need no second step, but it adds in whatever order the programs finish, and a floating-point sum depends on the
-# order. `torch.sum` always takes the same one.
+# order. `torch.sum` always takes the same one. What is added up are the sums in float32, before `out` rounds them, so
+# we compare with a product in float32; the row sums of `out` differ more.
 
 
 @triton.jit
@@ -1536,7 +1538,8 @@ torch.testing.assert_close(sums.sum(dim=1), (a.float() @ b.float()).sum(dim=1), 
 #
 # A program owns a block of columns and walks along :math:`K`. Together they move all of :math:`B` once, :math:`s K N`
 # bytes, for :math:`2 K N` operations: memory sets the time, and the matrix unit could not help. Each of the four
-# programs below reads the whole row of :math:`A`, which is little.
+# programs below reads the whole row of :math:`A`, which is little. `a` is widened first, or each product and each
+# block's sum would be rounded to float16.
 
 
 @triton.jit

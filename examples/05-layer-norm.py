@@ -132,8 +132,8 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 #   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. In float16 the package makes tiles
 #   of 1024 numbers, a row of 1024 or 16 of 64, because with one short row to a program most threads would have nothing
 #   to do; where there are many rows of more than 128, tiles have two or four times as many.
-# - `COMPUTE_DTYPE` is the dtype of the statistics: float32, and float64 for float64 input. What is loaded is widened
-#   at once, and narrowed again only by the last store.
+# - `COMPUTE_DTYPE` is the dtype of the statistics, that of `rstd`: float32 here, and in the library float64 for float64
+#   input. What is loaded is widened at once, and narrowed again only by the last store.
 # - `weight` and `bias` are needed last and asked for first. Why, a section below says.
 # - `mean` is :math:`\mu`. Lanes beyond the row's end were loaded as 0, and 0 adds nothing to a sum.
 # - `tl.where` puts those lanes back to 0 after the subtraction. They would hold :math:`-\mu` otherwise, and their
@@ -1126,9 +1126,10 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 # 1. Copy the forward kernel and replace the line with `tl.where` by `x = x - mean[:, None]`. For which row lengths
 #    does the check still pass, on rows with a mean of 1? *Hint: how many lanes are padded when N is 512, and how many
 #    when it is 513?*
-# 2. Pass `None` for mean and bias (and for the partial sums of `db`) to both kernels, and compare with
-#    `torch.nn.functional.rms_norm`. Which of the two directions is no longer taken out of the gradient, and why? *Hint:
-#    does adding a constant to a row still leave the result unchanged?*
+# 2. Pass `None` for mean and bias to `_layer_norm_fwd_kernel`, and for the mean and the partial sums of `db` to
+#    `_layer_norm_bwd_kernel`. Compare with `torch.nn.functional.rms_norm`, with the same `eps` (its default differs).
+#    Which of the two directions is no longer taken out of the gradient, and why? *Hint: does adding a constant to a row
+#    still leave the result unchanged?*
 # 3. On a GPU, measure `layer_norm_backward` for 4096 rows of 4096 elements with 33, 132, 264 and 1024 programs.
 #    Explain both ends of the curve with the bytes of the partial rows and the number of multiprocessors.
 
@@ -1139,7 +1140,8 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 #
 # Solution 1: padding in the variance
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# It passes for powers of two. Each padded lane adds :math:`\mu^2` to the sum of squares. With :math:`N` = 512 there is
+# It passes for powers of two (and just below a large one: a single padded lane beside 8191 numbers changes the result
+# by less than we tolerate). Each padded lane adds :math:`\mu^2` to the sum of squares. With :math:`N` = 512 there is
 # none. With 513 there are 511, as good as one for each number, and unless the mean is 0, the variance is far off.
 
 

@@ -160,7 +160,8 @@ torch.testing.assert_close(p @ v, out, rtol=1e-4, atol=1e-4)
 #
 # All of this fits into a small kernel, line by line what `tiled_attention` does. A program owns `BLOCK_M` queries, and
 # axis 1 of the grid counts the heads. 40 columns take a block of 64, padded with zeros, which add nothing to a score.
-# Keys past the end get a score of :math:`-\infty`, as page two pads a row.
+# Keys past the end get a score of :math:`-\infty`, as page two pads a row. The kernel takes contiguous tensors, as many
+# keys as queries and values as wide as keys; anything else it would read wrongly, without a word.
 
 
 @triton.jit
@@ -255,7 +256,7 @@ def tile_bounds_kernel(bounds_ptr, seq_q, seq_k, lower, upper, BLOCK: tl.constex
 
 
 def tile_kinds(seq_q, seq_k, lower, upper, block=16):
-    """For each tile of queries and keys: 0 if it is skipped, 1 if it is masked, 2 if it is full."""
+    """For each tile of queries and keys: 0 if it is skipped, 1 if masked, 2 if full; `lower` may be None."""
     n_rows, n_cols = triton.cdiv(seq_q, block), triton.cdiv(seq_k, block)
     bounds = torch.empty(n_rows, 4, dtype=torch.int32, device=DEVICE)
     has_lower = lower is not None
@@ -335,8 +336,8 @@ plt.show()
 # quote: triton_gallery.attention._attention_fwd_kernel
 
 # %%
-# The launcher turns the causal mask into limits, and computes the scale. How it launches is an argument, so that we
-# can watch the kernel below.
+# The launcher turns the causal mask into limits, and computes the scale. It takes values as wide as the keys. How it
+# launches is an argument, so that we can watch the kernel below.
 
 
 def launch(kernel, grid, *args, **meta):
@@ -383,7 +384,8 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 # - `row_max` is the maximum of the products :math:`q_i \cdot k_j`, before they are scaled. That is allowed because the
 #   scale is positive; `tg.attention` turns a negative one into a negative :math:`Q`.
 # - `p.to(out_ptr.dtype.element_ty)` narrows the probabilities to the inputs' dtype, which the matrix unit takes. They
-#   lie between 0 and 1. `acc` and `row_sum` remain in float32, or float64 if the inputs are.
+#   lie between 0 and 1. `acc` and `row_sum` remain in the dtype of `lse`: float32 here, and in the library float64 if
+#   the inputs are.
 # - `dot(p.to(...), v_tile, acc * rescale[:, None], ...)` is step four for :math:`a`. The rescaling is a product for
 #   each number of `acc`, not for each score, so the wider the tile of keys, the less it weighs.
 # - `other=0.0` in `_load_tile`: padded columns of :math:`Q` and :math:`K` add 0 to a score. Padded rows of :math:`V`
@@ -2021,7 +2023,8 @@ assert (short_first[0], long_first[0]) == (12, 9) and sum(range(1, 9)) == 4 * 9
 # bias has to be divided by it, and in the kernel for :math:`dK` and :math:`dV` it has to be transposed.) The backward
 # pass makes `s` again and needs that line for the same probabilities. The bias depends on no input, so :math:`\partial
 # s / \partial q` and everything behind it is as before; and :math:`\delta_i = dO_i \cdot O_i` follows from :math:`O = P
-# V` alone, whatever :math:`P` was made of. Here are both loops of this page with the line, against autograd.
+# V` alone, whatever :math:`P` was made of. Here are the loops of this page with the line, against autograd. Forward,
+# the loop now counts its keys and has the causal mask; backward, one walk does for two, since nobody has to own a tile.
 
 
 def biased_scores(q, k, first_key, beta):

@@ -1214,6 +1214,13 @@ def test_opcheck(device):
             torch.library.opcheck(torch.ops.triton_gallery.attention_bwd.default, backward)
 
 
+def test_a_dtype_that_autocast_changed_is_told_as_it_arrived(device):
+    q, k = torch.ones(1, 1, 4, 8, dtype=torch.float64, device=device), torch.ones(1, 1, 4, 8, device=device)
+    message = "k must have q's dtype torch.float64, got torch.float32, torch.bfloat16 after autocast; convert"
+    with torch.autocast(device.type, torch.bfloat16), pytest.raises(TypeError, match=message):
+        tg.attention(q, k, k)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_autocast_gives_torchs_dtype(dtype, device):
     q, k, v = inputs((1, 1, 9, 8), (1, 1, 12, 8), dtype, device)

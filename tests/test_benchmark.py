@@ -195,6 +195,15 @@ def test_a_copy_of_as_many_bytes_stands_beside_the_peers_and_is_none(fake_gpu):
     plt.close("all")
 
 
+def test_names_stand_side_by_side_on_an_axis_of_powers_too(fake_gpu):
+    import matplotlib.pyplot as plt
+
+    sizes = {"x_names": ["M", "N"], "x_vals": [(1, 2), (3, 4)], "args": {}}
+    benchmark.perf_report(make_benchmark(**sizes), title="Softmax")(bench_softmax).run().plot()
+    assert plt.gca().get_xscale() == "linear"
+    plt.close("all")
+
+
 def test_a_copy_that_has_no_room_is_left_out(fake_gpu, monkeypatch):
     def refuse(n_bytes):
         raise torch.OutOfMemoryError("CUDA is full")
@@ -304,14 +313,28 @@ def test_every_provider_gets_the_same_random_inputs(fake_gpu):
     assert seen["triton_gallery", 256] == seen["torch", 256]
 
 
-@pytest.mark.parametrize("point", [3.0, (1.0, 2.0), (0.0, 1.0, 1.0), (math.nan,) * 3, "abc"], ids=str)
+@pytest.mark.parametrize("point", [3.0, (1.0, 2.0), (0.0, 1.0, 1.0), (2.0, 3.0, 1.0), (math.nan,) * 3, "abc"], ids=str)
 def test_run_refuses_what_is_no_rate(point, fake_gpu):
     def bench(M, N, provider):
         return point
 
-    message = f"softmax-fp16: bench must return a median and two quantiles, .* for triton_gallery it gave {point!r}"
+    message = f"softmax-fp16: bench must return a median, a quantile .* for triton_gallery it gave {point!r}"
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+
+
+def test_a_peer_that_does_not_fit_is_left_out(fake_gpu):
+    def bench(M, N, provider):
+        if provider == "torch" or refused == "all":
+            raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
+        return 1.0, 1.0, 1.0
+
+    refused = "torch"
+    report = benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+    assert "left out: torch at 256, 1024 (OutOfResources: out of resource: shared memory" in report.summary()
+    refused, study = "all", {"plot_name": "guide-x", "line_names": ["a", "torch"]}
+    report = benchmark.perf_report(make_benchmark(**study), title="Softmax")(bench).run()
+    assert "nothing could be measured; left out: a at 256, 1024 (OutOfResources" in report.summary()
 
 
 def test_several_sizes_per_x(fake_gpu):
@@ -365,6 +388,9 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({"x_vals": "ab"}, {}, TypeError, "x_vals must be a list, got str"),
         ({"x_vals": []}, {}, ValueError, "x_vals must hold one value or more, no two alike, got []"),
         ({"x_vals": [256, 256]}, {}, ValueError, "no two alike, got [256, 256]"),
+        ({"x_vals": [256, 256.0]}, {}, ValueError, "no two alike, got [256, 256.0]"),
+        ({"xlabel": 5}, {}, TypeError, "perf_report: xlabel must be a str, got int"),
+        ({}, {"rounds": True}, ValueError, "rounds must be an int of at least 1, got True"),
         ({"x_vals": [(1, 2)]}, {}, ValueError, "a number or 1, one for each x_name, got [[1, 2]]"),
         ({"x_vals": [0], "x_log": True}, {}, ValueError, "x_vals must be positive where x_log is set, got [0]"),
         ({"args": None}, {}, TypeError, "args must be a dict, got NoneType"),
@@ -723,7 +749,8 @@ def test_labels_of_the_axis_stand_apart(xs, is_log, shown):
 
 
 def test_plot_joins_no_shapes(records):
-    plt = pytest.importorskip("matplotlib.pyplot")
+    import matplotlib.pyplot as plt
+
     report = benchmark.load("softmax-fp16")
     rows = [row | {"x": f"{row['x']}×8"} for row in report.record["rows"]]
     dataclasses.replace(report, record=report.record | {"rows": rows, "x_log": False}).plot()

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import io
 import os
 import pickle
 import re
@@ -74,6 +75,17 @@ class _Twice(torch.autograd.Function):
     def backward(ctx, dout):
         copy(dout)
         return dout
+
+
+def copy_once(x, done):
+    """Leaves something in an argument, as whoever keeps a workspace there does."""
+    if not done:
+        copy(x)
+        done.append(1)
+
+
+def leave(x):
+    sys.exit("no more")
 
 
 def complain(x):
@@ -187,6 +199,8 @@ CALLS = {
     "nothing": (triton_gallery.add, [empty(0)] * 2),
     "partial": (functools.partial(triton_gallery.add, alpha=2), [empty(64)] * 2),
     "without the package": (double, [empty(128)]),
+    "once": (copy_once, [empty(2048), []]),
+    "exit": (leave, [empty(8)]),
 }
 
 
@@ -259,6 +273,14 @@ def test_kernels_that_are_launched_without_the_package(outcomes):
     kernels = outcomes["without the package"]["sm_90"]
     assert [kernel.name for kernel in kernels] == ["_double_kernel"] * 3
     assert sorted(re.search(r"end = (\d+)", kernel.asm["ttir"])[1] for kernel in kernels) == ["128", "32", "64"]
+
+
+def test_each_target_has_arguments_of_its_own(outcomes):
+    assert all([kernel.name for kernel in found] == ["_copy_kernel"] for found in outcomes["once"].values())
+
+
+def test_a_function_that_ends_the_process_failed(outcomes):
+    assert set(outcomes["exit"].values()) == {"SystemExit: no more"}
 
 
 def test_settings_of_torch_are_those_of_the_call():
@@ -383,6 +405,7 @@ def test_serialised_wgmma_is_named():
         ("ld.global.v8.b32 { %r1 }, [ %rd1 + 0 ];", 256),
         ("ld.global.b16 { %rs1 }, [ %rd1 + 0 ];", 16),
         ("ld.relaxed.gpu.global.f32 %f1, [%rd1];", 32),
+        ("ld.global .u32 %r1, [%rd1]; ld.global.u8 %rs1, [%rd1];", 8),
         ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128),
         ("cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 4, 4;", 32),
         ("ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5]; ld.param.b64 %rd1, [p];", None),
@@ -390,6 +413,15 @@ def test_serialised_wgmma_is_named():
 )
 def test_width_of_a_load_in_ptx(instruction, bits):
     assert _assembly.read_ptx(instruction, "")["load_bits"] == bits
+
+
+def test_rows_that_tma_gathers_and_scatters_are_counted():
+    ptx = """
+        cp.async.bulk.tensor.2d.tile::gather4.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {}], [%r2];
+        cp.async.bulk.tensor.2d.tile::scatter4.global.shared::cta.bulk_group [%rd1, {%r1}], [%r2];
+    """
+    read = _assembly.read_ptx(ptx, "")
+    assert read["tma_loads"] == read["tma_stores"] == 1
 
 
 @pytest.mark.parametrize(
@@ -501,11 +533,41 @@ def test_a_module_that_changed_is_compiled_anew(tmp_path, monkeypatch):
     assert codegen.inspect(edited.call, empty(64), targets="sm_80").kernels[0].name == "_dropout_kernel"
 
 
+def test_versions_are_those_of_all_modules_that_a_module_uses(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "far.py").write_text("import triton\n\n\n@triton.jit\ndef kernel(x_ptr):\n    pass\n")
+    (tmp_path / "near.py").write_text("from far import kernel\n\n\ndef wrapper():\n    kernel[(1,)]()\n")
+    (tmp_path / "mine.py").write_text("import os\nimport near\n")
+    importlib.import_module("mine")
+    versions = codegen._versions("mine")
+    assert {os.path.basename(file) for file in versions if str(tmp_path) in file} == {"mine.py", "near.py", "far.py"}
+    assert not any("site-packages" in file or file == os.__file__ for file in versions)
+
+
 def test_what_cannot_travel_to_the_compiling_process_is_refused():
     with pytest.raises(
         TypeError, match="inspect: function and arguments must travel to another process: cannot pickle"
     ):
         codegen.inspect(triton_gallery.add, empty(64), (n for n in range(3)), targets=["sm_80"])
+    mine = type("Mine", (), {"__module__": "__main__"})
+    for argument in (mine, mine()):
+        with pytest.raises(TypeError, match="Mine is of __main__, which is another module there; move it to one"):
+            codegen.inspect(triton_gallery.add, empty(64), argument, targets=["sm_80"])
+
+
+def test_memory_may_begin_anywhere():
+    """A copy on its way to the compiling process tells where its tensors lie to 16 bytes, as a view does."""
+    memory = torch.zeros(8, dtype=torch.float16)
+    x = torch.from_numpy(memory.numpy()[3:])
+    assert memory.data_ptr() % 16 == 0 and x.storage_offset() == 0
+    (x,) = codegen._unpacked(_pickled((x,)))
+    assert x.is_meta and x.storage_offset() == 3
+
+
+def _pickled(value) -> bytes:
+    buffer = io.BytesIO()
+    codegen._Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def test_listing_tells_files_apart_whose_names_end_alike():

@@ -169,6 +169,25 @@ def test_lanes_outside_are_told_and_not_carried_out(device):
     assert (trace.owner("out_ptr") == np.arange(20) // 8).all()
 
 
+@triton.jit
+def _neighbours_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets - 1))
+
+
+def test_an_empty_tensor_has_no_place_to_touch(device):
+    x, out = torch.empty(0, device=device), torch.ones(4, device=device)
+    for tensors, n_outside in (((x, out), [4, 0]), ((out, x), [1, 4])):
+        load, store = tg.trace(_neighbours_kernel, (1,), *tensors, BLOCK=4).accesses
+        assert (load.argument, store.argument) == ("x_ptr", "out_ptr") and load.offsets.tolist() == [-1, 0, 1, 2]
+        assert [access.outside.sum() for access in (load, store)] == n_outside
+
+
+def test_what_only_looks_like_a_tensor_is_refused(device):
+    with pytest.raises(TypeError, match=r"trace: x_ptr must be a tensor, a number, .* got TensorWrapper"):
+        tg.trace(_copy_kernel, (1,), triton.reinterpret(torch.ones(8), tl.int32), torch.ones(8), 8, BLOCK=8)
+
+
 def test_gaps_between_rows_are_outside(device):
     x, out = torch.randn(5, 16, device=device)[:, :8], torch.empty(2, device=device)
     assert not tg.trace(_rows_kernel, (2,), x, out, 5, 16, BLOCK=8).outside
@@ -334,6 +353,16 @@ def test_a_launch_prepares_the_language_once_and_leaves_it_as_it_was(device, mon
     with pytest.raises(InterpreterError):
         _max_kernel[(1,)](x, out, BLOCK=7)
     assert (tl.load, tl.store, tl.reduce, tl.max) == language and not _launch._patched
+
+
+def test_a_launch_lets_python_remember_what_it_warned_of(device):
+    x = torch.ones(4, device=device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            tg.add(x, x)
+            warnings.warn("said once for each line", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["said once for each line"]
 
 
 def test_a_launch_leaves_the_filters_of_other_threads():

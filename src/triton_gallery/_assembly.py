@@ -13,7 +13,8 @@ def read_ptx(ptx: str, log: str) -> dict:
     for access, modifiers in re.findall(r"\b(ld|st)\.(\S*\bglobal\S*)", ptx):
         parts = modifiers.split(".")
         vector = next((int(part[1:]) for part in parts if re.fullmatch(r"v\d", part)), 1)
-        widths[access].append(vector * int(re.search(r"\d+$", parts[-1]).group()))
+        if size := re.search(r"\d+$", parts[-1]):  # not in every way to write inline assembly
+            widths[access].append(vector * int(size[0]))
     # "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;": 16 bytes.
     copies = re.findall(r"\bcp\.async\.c[ag]\.shared\S*\s+\[[^]]*\],\s*\[[^]]*\],\s*(0x[\da-f]+|\d+)", ptx)
     widths["ld"] += [8 * int(size, 0) for size in copies]
@@ -24,8 +25,8 @@ def read_ptx(ptx: str, log: str) -> dict:
         stack=_most(r"(\d+) bytes stack frame", log),
         load_bits=max(widths["ld"], default=None),
         store_bits=max(widths["st"], default=None),
-        tma_loads=len(re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
-        tma_stores=len(re.findall(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global", ptx)),
+        tma_loads=len(re.findall(r"\bcp\.async\.bulk\.tensor\.\dd\.(?:tile::gather4\.)?shared", ptx)),
+        tma_stores=len(re.findall(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.(?:tile::scatter4\.)?global", ptx)),
         matrix=_count(matrix, ptx),
         warnings=tuple(sorted(set(re.findall(r"\(C75\d\d\).*", log)))),
     )

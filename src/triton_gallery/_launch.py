@@ -333,10 +333,9 @@ def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -
             return TensorDescriptor(widen(arg.base), arg.shape, arg.strides, arg.block_shape, arg.padding)
         return widen(arg) if isinstance(arg, torch.Tensor) else arg
 
-    # NumPy, which computes here, warns of inf - inf, rows of NaN and the like; a GPU does not. The filter stays:
-    # restoring filters would undo what other threads do to theirs meanwhile.
+    # NumPy, which computes here, warns of inf - inf, rows of NaN and the like; a GPU does not.
     with interpreter_lock, np.errstate(all="ignore"):
-        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning, interpreter.__name__)
+        _ignore_rows_of_nan()
         kernel[grid](*map(convert, args), **meta)
     for memory, wide in widened.values():
         # Only what the kernel wrote goes back: writing an input, even with the same values, would trip autograd's
@@ -344,6 +343,20 @@ def launch_interpreted(kernel, grid: tuple[int, ...], args: tuple, meta: dict) -
         if not torch.equal(wide.view(torch.int32), memory.float().view(torch.int32)):
             with torch.inference_mode() if memory.is_inference() else nullcontext():
                 memory.copy_(wide)
+
+
+_filter = None  # the last one that `_ignore_rows_of_nan` added
+
+
+def _ignore_rows_of_nan() -> None:
+    """The filter stays: restoring filters would undo what other threads do to theirs meanwhile.
+
+    It is added once, since with each change Python forgets which warnings it has shown already.
+    """
+    global _filter
+    if _filter not in warnings.filters:
+        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning, interpreter.__name__)
+        _filter = warnings.filters[0]
 
 
 # None, or the list that collects what calls on meta tensors compile.

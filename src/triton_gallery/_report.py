@@ -128,6 +128,8 @@ class Report:
 
     def status(self) -> list[str]:
         """What changed after this was recorded, or that nothing was, as at most one sentence."""
+        if not self.record["rows"] and self.live:
+            return ["; ".join(["nothing could be measured", *self._left_out()])]
         if not self.record["rows"]:
             return [f"{NOT_YET}: no record is committed; `make record` on a GPU machine measures it"]
         record = f"the record is of {self.record['date']}, commit {self.record['commit']}"
@@ -283,7 +285,7 @@ class Report:
             ax.plot(at, median, label=name, linestyle=line, **style)
         if r["limit"]:
             ax.axhline(r["limit"]["value"], color="#333333", linestyle="--", linewidth=1.2, label=self._limit()[0])
-        if r.get("x_log"):
+        if r.get("x_log") and is_scale:
             ax.set_xscale("log", base=2)
         shown = _apart(sorted(xs), r.get("x_log")) if is_scale else xs[:: math.ceil(len(xs) / 12)]
         labels = _ticks(xs)
@@ -431,7 +433,7 @@ def _apart(xs: list, is_log: bool) -> list:
 
 def _ticks(xs: list) -> list[str]:
     """Labels of the x axis; large powers of two read best as such."""
-    if all(isinstance(x, int) and x & (x - 1) == 0 for x in xs) and max(xs) > 2**17:
+    if all(isinstance(x, int) and x > 0 and x & (x - 1) == 0 for x in xs) and max(xs) > 2**17:
         return [f"$2^{{{x.bit_length() - 1}}}$" for x in xs]
     return [place(x) if isinstance(x, float) else str(x) for x in xs]
 

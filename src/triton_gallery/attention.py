@@ -1430,12 +1430,12 @@ def attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor("attention", name, x)
     check_same_device("attention", q=q, k=k, v=v)
+    given = {"k": k.dtype, "v": v.dtype}
     q, k, v = autocast(q, k, v)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            raise TypeError(
-                f"attention: {name} must have q's dtype {q.dtype}, got {x.dtype}; convert one of them with .to()"
-            )
+            got = f"{x.dtype}" if x.dtype == given[name] else f"{given[name]}, {x.dtype} after autocast"
+            raise TypeError(f"attention: {name} must have q's dtype {q.dtype}, got {got}; convert one with .to()")
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"attention: {name} must be True or False, got {flag!r}")

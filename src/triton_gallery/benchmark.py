@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.errors import TritonError
 
 from ._report import COPY, FIGURES, OURS, PROVENANCE, RESERVED, Report, is_ours, is_study, plot_roofline, slug, validate
 from ._source import function_digest, kernel_digests
@@ -411,7 +412,8 @@ def roofline(
 
     Raises:
         TypeError: `report` is no `Report`, or `points` no dict.
-        ValueError: there are no points, or they are no pairs of positive numbers, or `peak` is no rate of arithmetic.
+        ValueError: there are no points, or they are no pairs of positive numbers, `peak` is no rate of arithmetic, or
+            the report is not yet measured.
         FileNotFoundError: the report was measured on a GPU whose limits no committed record holds.
 
     Example:
@@ -424,6 +426,8 @@ def roofline(
         raise TypeError(f"roofline: report must be a Report, such as load gives, got {type(report).__name__}")
     if not isinstance(points, dict):
         raise TypeError(f"roofline: points must be a dict, got {type(points).__name__}")
+    if not report.record["rows"] and not report.live:
+        raise ValueError(f"roofline: report must be measured; {report.record['benchmark']} is {report.status()[0]}")
     if not points or not all(map(_is_point, points.values())):
         raise ValueError(f"roofline: points must have a positive intensity and rate, got {points}")
     if not isinstance(peak, str) or LIMITS.get(peak) != "TFLOP/s":
@@ -514,7 +518,8 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     sizes = [size for x in xs for size in (x if isinstance(x, list) else [x])]
     if not all(isinstance(size, int | str) or (isinstance(size, float) and math.isfinite(size)) for size in sizes):
         raise TypeError(f"perf_report: x_vals must hold numbers, names or tuples of these, got {xs}")
-    if not xs or len(set(map(str, xs))) < len(xs):
+    n_values = min(len(set(map(str, xs))), len({tuple(x) if isinstance(x, list) else x for x in xs}))
+    if not xs or n_values < len(xs):
         raise ValueError(f"perf_report: x_vals must hold one value or more, no two alike, got {xs}")
     if any(len(x) != n_sizes for x in xs if isinstance(x, list)):
         raise ValueError(f"perf_report: each of x_vals must be a number or {n_sizes}, one for each x_name, got {xs}")
@@ -525,12 +530,13 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     names = [*x_names, benchmark.line_arg, *benchmark.args]
     if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"perf_report: x_names, line_arg and args must be arguments, no two alike, got {names}")
-    if not isinstance(title, str):
-        raise TypeError(f"perf_report: title must be a str, got {type(title).__name__}")
+    for name, text in (("title", title), ("xlabel", benchmark.xlabel)):
+        if not isinstance(text, str):
+            raise TypeError(f"perf_report: {name} must be a str, got {type(text).__name__}")
     if limit is not None and (not isinstance(limit, str) or LIMITS.get(limit) != benchmark.ylabel):
         kinds = ", ".join(["None", *(kind for kind, unit in LIMITS.items() if unit == benchmark.ylabel)])
         raise ValueError(f"perf_report: for {benchmark.ylabel} limit must be one of {kinds}, got {limit!r}")
-    if not isinstance(rounds, int) or rounds < 1:
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
         raise ValueError(f"perf_report: rounds must be an int of at least 1, got {rounds!r}")
 
     def decorate(fn: Callable) -> PerfReport:
@@ -555,8 +561,8 @@ class PerfReport:
         """Measure on a GPU, and write the record when ``TRITON_GALLERY_RECORDS`` is set; elsewhere load the record.
 
         Every call of the function starts from the same seed, so that all providers get the same inputs. A peer that
-        raises a RuntimeError, out of memory included, is left out at that x, and the report says so. With neither a GPU
-        nor a record the report has no rows, and says "not yet measured".
+        raises a RuntimeError, out of memory included, or that Triton cannot compile or launch, is left out at that x,
+        and the report says so. With neither a GPU nor a record the report has no rows, and says "not yet measured".
 
         Raises:
             OSError: ``TRITON_GALLERY_RECORDS`` names no folder that can be written to.
@@ -643,7 +649,7 @@ class PerfReport:
                 torch.manual_seed(0)
                 try:
                     point = self.fn(**sizes, **{bench.line_arg: value}, **bench.args)
-                except RuntimeError as error:
+                except (TritonError, RuntimeError) as error:
                     if is_ours(name):
                         error.add_note(f"{bench.plot_name}: {name} failed at x = {x}")
                         raise
@@ -653,7 +659,7 @@ class PerfReport:
                     if point is None:
                         left_out[name] = "does not apply"
                     elif not _is_rate(point):
-                        rule = "must return a median and two quantiles, all positive, or None"
+                        rule = "must return a median, a quantile below and one above it, all positive, or None"
                         raise ValueError(f"{bench.plot_name}: {self.fn.__name__} {rule}; for {name} it gave {point!r}")
         names = list(bench.line_names)
         n_bytes = next((getattr(point, "n_bytes", 0) for point in points.get(OURS, ())), 0)
@@ -673,8 +679,9 @@ class PerfReport:
 
 def _is_rate(point) -> bool:
     try:
-        return len(point) == len(FIGURES) and all(0 < value < math.inf for value in point)
-    except TypeError:
+        median, low, high = point
+        return 0 < low <= median <= high < math.inf
+    except (TypeError, ValueError):
         return False
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from inspect import getsourcelines
+from types import ModuleType
 
 import torch
 import triton
@@ -29,6 +30,7 @@ from triton.runtime.jit import KernelInterface
 from . import _launch
 from ._arguments import allows_tf32
 from ._assembly import read_amdgcn, read_ptx
+from ._launch import TENSORS
 from ._listing import by_line
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -342,8 +344,18 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             if obj.is_nested or obj.layout != torch.strided:
                 raise TypeError(f"tensors must be dense (strided), got layout {obj.layout}")
-            return obj.dtype, tuple(obj.shape), obj.stride(), obj.storage_offset()
+            offset = obj.storage_offset()
+            if type(obj) in TENSORS and not obj.is_meta:
+                # Memory of somebody else's may begin anywhere.
+                offset += obj.untyped_storage().data_ptr() % 16 // obj.element_size()
+            return obj.dtype, tuple(obj.shape), obj.stride(), offset
         return None
+
+    def reducer_override(self, obj):
+        kind = obj if hasattr(obj, "__qualname__") else type(obj)
+        if getattr(kind, "__module__", None) == "__main__":
+            raise TypeError(f"{kind.__qualname__} is of __main__, which is another module there; move it to one")
+        return NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):
@@ -375,7 +387,8 @@ def _pack(
 ) -> bytes:
     """The request to the child: (function, args, kwargs, backward) of each call, the targets, and torch's settings.
 
-    With them go the versions of the functions' files, for the cache of `_compile`: a pickle has no more than names.
+    With them go the versions of the functions' files, and of those that these import from, for the cache of `_compile`:
+    a pickle has no more than names.
     """
     versions = []
     for target in targets:
@@ -393,7 +406,7 @@ def _pack(
         while isinstance(named, functools.partial):
             named = named.func
         module = getattr(named, "__module__", type(named).__module__)
-        versions.append(_version(module))
+        versions.append(_versions(module))
         name = f"{module}.{_name(named)}"
         if name.startswith("__main__.") or "<" in name:
             raise TypeError(f"{op}: function must be importable in another process, got {name}; move it to a module")
@@ -406,12 +419,22 @@ def _pack(
     return buffer.getvalue()
 
 
-def _version(module: str) -> tuple[str, int] | None:
-    """The file of a module and when it changed; None where it has none, or is installed and stays as it is."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or "site-packages" in file or not os.path.exists(file):
-        return None
-    return file, os.stat(file).st_mtime_ns
+def _versions(module: str) -> dict[str, int]:
+    """The files of a module, and of those whose contents it uses, and when they changed; not of what is installed."""
+    versions, left = {}, {module}
+    while left:
+        module = left.pop()
+        found = sys.modules.get(module)
+        file = getattr(found, "__file__", None)
+        is_installed = module.partition(".")[0] in sys.stdlib_module_names or "site-packages" in (file or "")
+        if file is None or file in versions or is_installed or not os.path.exists(file):
+            continue
+        versions[file] = os.stat(file).st_mtime_ns
+        for value in list(vars(found).values()):
+            value = getattr(value, "fn", value)  # a kernel's function
+            left.add(getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None))
+        left.discard(None)
+    return versions
 
 
 @functools.cache
@@ -478,16 +501,24 @@ def _serve() -> None:
     # Compilers print to stdout, so the answer gets a descriptor of its own and everything else goes to stderr.
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
-        calls, targets, keep_asm, (tf32, is_deterministic), _ = _Unpickler(sys.stdin.buffer).load()
+        request = sys.stdin.buffer.read()
+        _, targets, keep_asm, (tf32, is_deterministic), _ = _unpacked(request)
         torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
         # Not by use_deterministic_algorithms: it imports torch's compiler, for longer than a small kernel takes.
         torch.set_deterministic_debug_mode("error" if is_deterministic else "default")
         _keep_ptxas_log()
         _collect_launches()
-        drivers = [_TargetDriver(device, target) for device, target in enumerate(targets)]
-        outcomes = [[_run(call, *pair, keep_asm) for pair in zip(targets, drivers, strict=True)] for call in calls]
+        outcomes = []
+        for device, target in enumerate(targets):
+            driver = _TargetDriver(device, target)
+            # Arguments anew for each target: a call may leave something in them.
+            outcomes.append([_run(call, target, driver, keep_asm) for call in _unpacked(request)[0]])
         answer.write(_ANSWER)
-        pickle.dump(outcomes, answer)
+        pickle.dump([list(of_call) for of_call in zip(*outcomes, strict=True)], answer)
+
+
+def _unpacked(request: bytes) -> tuple:
+    return _Unpickler(io.BytesIO(request)).load()
 
 
 def _keep_ptxas_log() -> None:
@@ -545,14 +576,14 @@ def _run(call: tuple, target: str, driver: _TargetDriver, keep_asm: bool) -> lis
                 torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
             else:
                 function(*args, **kwargs)
-    except Exception as error:
+        # An autotuned kernel gives one list with an entry for each of its configurations.
+        kernels = [k for item in compiled for k in (item if isinstance(item, list) else [item])]
+        return [_describe(k, target, keep_asm) for k in {k.hash: k for k in kernels}.values()]
+    except (Exception, SystemExit) as error:
         # Where a kernel calls a function, Triton's error names the call, and its cause what is wrong there.
         while isinstance(error.__cause__, CompilationError):
             error = error.__cause__
         return f"{type(error).__name__}: {error}"
-    # An autotuned kernel gives one list with an entry for each of its configurations.
-    kernels = [k for item in compiled for k in (item if isinstance(item, list) else [item])]
-    return [_describe(k, target, keep_asm) for k in {k.hash: k for k in kernels}.values()]
 
 
 def _tensors(tree) -> list[torch.Tensor]:

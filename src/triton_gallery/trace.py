@@ -321,6 +321,8 @@ class _Recorder:
         """Learn where the arguments lie on the CPU, just before the first program runs."""
         self.host = list(_tensors(arguments))
         self.tags = {id(tensor): tag for tag, (_, tensor) in enumerate(self.host, start=1)}
+        # An empty tensor lies nowhere. In the middle of all addresses its offsets have room to both sides.
+        self.bases = [tensor.data_ptr() or 1 << (_ADDRESS_BITS - 1) for _, tensor in self.host]
         self.elements = [_elements(tensor) for _, tensor in self.host]
 
     @contextmanager
@@ -334,8 +336,8 @@ class _Recorder:
     def convert(self, convert: Callable, arg):
         """The interpreter's own conversion of an argument; a pointer gets its argument's number."""
         value = convert(arg)
-        if id(arg) in self.tags:
-            value.handle.data |= np.uint64(self.tags[id(arg)] << _ADDRESS_BITS)
+        if tag := self.tags.get(id(arg)):
+            value.handle.data[...] = tag << _ADDRESS_BITS | self.bases[tag - 1]
         return value
 
     def create_masked_load(self, load: Callable, ptrs, mask, *rest, **options):
@@ -368,7 +370,7 @@ class _Recorder:
             if max(1, element.primitive_bitwidth // 8) != tensor.element_size():
                 rule = f"{name} ({tensor.dtype} in the interpreter) must keep the size of its elements"
                 raise ValueError(f"trace: a pointer to {rule}, got one to {element}")
-            offsets = (addresses - tensor.data_ptr()) // tensor.element_size()
+            offsets = (addresses - self.bases[tag - 1]) // tensor.element_size()
             lanes = on & (tags == tag)
             inside = (offsets >= 0) & (offsets < elements.size)
             inside[inside] = elements[offsets[inside]]
@@ -473,7 +475,7 @@ def _check_value(name: str, value: object) -> None:
         )
     elif isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ValueError(f"trace: {name} must fit into 64 bits, got {value:#x}")
-    elif not (isinstance(value, _VALUES) or hasattr(value, "data_ptr")):
+    elif not isinstance(value, (*_VALUES, torch.Tensor)):
         raise TypeError(
             f"trace: {name} must be a tensor, a number, None or a tuple of these, got {type(value).__name__}; only a "
             "tl.constexpr can be something else"
@@ -487,7 +489,7 @@ def _tensors(arguments: dict) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors({f"{name}[{i}]": part for i, part in enumerate(arg)})
         elif isinstance(arg, TensorDescriptor):
             yield name, arg.base
-        elif hasattr(arg, "data_ptr"):
+        elif isinstance(arg, torch.Tensor):
             yield name, arg
 
 
