@@ -32,7 +32,9 @@ def tests(reports: list[Path]) -> list[list]:
     cases = {}
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
-            cases[case.get("classname"), case.get("name")] = case
+            # Where a module cannot be imported, its name is that of the case; who was stopped in a test names none.
+            if module := case.get("classname") or case.get("name"):
+                cases[module, case.get("name")] = case
     counts: dict[str, Counter] = {}
     for (module, _), case in cases.items():
         count = counts.setdefault(module.rpartition("test_")[2], Counter())
