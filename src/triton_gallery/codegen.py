@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from inspect import getsourcelines
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import torch
 import triton
@@ -431,9 +431,12 @@ def _versions(module: str) -> dict[str, int]:
             continue
         versions[file] = os.stat(file).st_mtime_ns
         for value in list(vars(found).values()):
-            value = getattr(value, "fn", value)  # a kernel's function
-            left.add(getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None))
-        left.discard(None)
+            while isinstance(value, KernelInterface):
+                value = value.fn
+            if isinstance(value, ModuleType):
+                left.add(value.__name__)
+            elif isinstance(value, FunctionType | type):
+                left.add(value.__module__)
     return versions
 
 
