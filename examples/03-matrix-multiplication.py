@@ -112,8 +112,8 @@ torch.testing.assert_close(matmul_in_tiles(a, b, 16, 16, 32), a @ b)
 # the matrix unit. Their common side has to be at least 16 long, and the sums come out in float32. (Our tiles are of
 # float16. Of float32 numbers NVIDIA's matrix unit would read 10 of the 23 bits behind the point, unless we told
 # `tl.dot` to take `input_precision="ieee"`; the interpreter always takes all.) Two blocks of indices, one turned into a
-# column by `[:, None]` and one into a row by `[None, :]`, make a two-dimensional block of addresses: element :math:`(m,
-# k)` of a matrix lies at its first element plus :math:`m` times the row stride plus :math:`k`.
+# column by `[:, None]` and one into a row by `[None, :]`, make a two-dimensional block of addresses: element
+# :math:`(m, k)` of a matrix lies at its first element plus :math:`m` times the row stride plus :math:`k`.
 
 
 @triton.jit
