@@ -551,7 +551,7 @@ def test_what_cannot_travel_to_the_compiling_process_is_refused():
         codegen.inspect(triton_gallery.add, empty(64), (n for n in range(3)), targets=["sm_80"])
     mine = type("Mine", (), {"__module__": "__main__"})
     for argument in (mine, mine()):
-        with pytest.raises(TypeError, match="Mine is of __main__, which is another module there; move it to one"):
+        with pytest.raises(TypeError, match="Mine is of __main__, which is another one there; move it to a module"):
             codegen.inspect(triton_gallery.add, empty(64), argument, targets=["sm_80"])
 
 

@@ -13,6 +13,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Python's numbers, and what stands for them while torch.export traces.
 INTS = (int, torch.SymInt)
 NUMBERS = (*INTS, float, torch.SymFloat)
+LONGEST = 2**31 - 2**14  # of 31 bits, so that no block steps past them; beyond, Triton counts in 64
 
 
 def number(x: object) -> object:
@@ -41,9 +42,6 @@ def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] 
             "triton to run on CPU tensors in the interpreter"
         )
     refuse_tangents(op, x, name=name)
-
-
-LONGEST = 2**31 - 2**14  # of 31 bits, so that no block steps past them; beyond, Triton counts in 64
 
 
 def check_length(op: str, what: str, length: int) -> None:

@@ -354,7 +354,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj):
         kind = obj if hasattr(obj, "__qualname__") else type(obj)
         if getattr(kind, "__module__", None) == "__main__":
-            raise TypeError(f"{kind.__qualname__} is of __main__, which is another module there; move it to one")
+            raise TypeError(f"{kind.__qualname__} is of __main__, which is another one there; move it to a module")
         return NotImplemented
 
 
