@@ -25,7 +25,7 @@ from ._arguments import (
     number,
     refuse_batch_of_gradients,
 )
-from ._dot import dot, dot_precision, three_bf16, transposed
+from ._dot import dot, dot_precision, three_bf16
 from ._launch import (
     cdiv,
     cuda_arch,
@@ -141,14 +141,7 @@ def _load_tile(
     USE_TMA: tl.constexpr,
 ):
     """Rows start to start + BLOCK of x[batch, head] as a (BLOCK, BLOCK_D) tile, with zeros past the tensor's end."""
-    if USE_TMA and len(x.block_shape) == 5:
-        # The three parts of float32 numbers.
-        tile = (
-            x.load([0, batch, head, start, 0]).reshape(BLOCK, BLOCK_D),
-            x.load([1, batch, head, start, 0]).reshape(BLOCK, BLOCK_D),
-            x.load([2, batch, head, start, 0]).reshape(BLOCK, BLOCK_D),
-        )
-    elif USE_TMA:
+    if USE_TMA:
         # The tensor memory accelerator copies the box and fills with zeros by itself.
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
@@ -283,7 +276,7 @@ def _attention_fwd_kernel(
             k_tile = _load_tile(
                 k, k_strides, batch, kv_head, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN, USE_TMA
             )
-            s = dot(q_tile, transposed(k_tile), None, PRECISION)
+            s = dot(q_tile, k_tile.T, None, PRECISION)
             if part != 1:
                 cols = start_n + tl.arange(0, BLOCK_N)
                 s = tl.where(_is_allowed(rows, cols, lower, upper, seq_k, HAS_LOWER, HAS_UPPER), s, float("-inf"))
@@ -598,8 +591,8 @@ def _attention_bwd_dkdv_kernel(
     dout,  # (batch, n_heads, seq_q, head_dim_v)
     lse_log2,  # (batch * n_heads, padded_seq_q), contiguous
     delta,  # (batch * n_heads, padded_seq_q), contiguous
-    dk_ptr,  # as k, or None: the other one alone is wanted
-    dv_ptr,  # as v, or None
+    dk_ptr,  # as k
+    dv_ptr,  # as v
     seq_q,
     padded_seq_q,
     seq_k,
@@ -636,7 +629,7 @@ def _attention_bwd_dkdv_kernel(
     batch = batch_kv_head // n_kv_heads
     kv_head = batch_kv_head % n_kv_heads
     cols = start + tl.arange(0, BLOCK_N)
-    DTYPE: tl.constexpr = (dv_ptr if dk_ptr is None else dk_ptr).dtype.element_ty
+    DTYPE: tl.constexpr = dk_ptr.dtype.element_ty
     STATS_DTYPE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     scale_log2 = tl.full((), scale * 1.4426950408889634, STATS_DTYPE)
 
@@ -660,7 +653,7 @@ def _attention_bwd_dkdv_kernel(
                 )
                 lse_tile = _load_statistics(lse_log2, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
                 # Keys along the first axis: p and ds then already lie as the products for dv and dk need them.
-                s = dot(k_tile, transposed(q_tile), None, PRECISION)
+                s = dot(k_tile, q_tile.T, None, PRECISION)
                 p = tl.exp2(s * scale_log2 - lse_tile[None, :])
                 if part != 1:
                     rows = start_m + tl.arange(0, BLOCK_M)
@@ -670,19 +663,15 @@ def _attention_bwd_dkdv_kernel(
                 dout_tile = _load_tile(
                     dout, dout_strides, batch, head, start_m, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, ALIGN, USE_TMA
                 )
-                if dv_ptr is not None:
-                    dv = dot(p.to(DTYPE), dout_tile, dv, PRECISION)
-                if dk_ptr is not None:
-                    dp = dot(v_tile, transposed(dout_tile), None, PRECISION)
-                    delta_tile = _load_statistics(delta, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
-                    ds = p * (dp - delta_tile[None, :])
-                    dk = dot(ds.to(DTYPE), q_tile, dk, PRECISION)
+                dv = dot(p.to(DTYPE), dout_tile, dv, PRECISION)
+                dp = dot(v_tile, dout_tile.T, None, PRECISION)
+                delta_tile = _load_statistics(delta, batch_head, padded_seq_q, start_m, BLOCK_M, USE_TMA)
+                ds = p * (dp - delta_tile[None, :])
+                dk = dot(ds.to(DTYPE), q_tile, dk, PRECISION)
 
-    if dk_ptr is not None:
-        dk *= tl.full((), scale, STATS_DTYPE)
-        _store_tile(dk_ptr, dk, dk_strides, batch, kv_head, start, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN)
-    if dv_ptr is not None:
-        _store_tile(dv_ptr, dv, dv_strides, batch, kv_head, start, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN)
+    dk *= tl.full((), scale, STATS_DTYPE)
+    _store_tile(dk_ptr, dk, dk_strides, batch, kv_head, start, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, ALIGN)
+    _store_tile(dv_ptr, dv, dv_strides, batch, kv_head, start, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN)
 
 
 @triton.jit(
@@ -753,8 +742,8 @@ def _attention_bwd_dq_kernel(
             v_tile = _load_tile(
                 v, v_strides, batch, kv_head, start_n, seq_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, ALIGN, USE_TMA
             )
-            s = dot(q_tile, transposed(k_tile), None, PRECISION)
-            dp = dot(dout_tile, transposed(v_tile), None, PRECISION)
+            s = dot(q_tile, k_tile.T, None, PRECISION)
+            dp = dot(dout_tile, v_tile.T, None, PRECISION)
             p = tl.exp2(s * scale_log2 - lse_tile[:, None])
             if part != 1:
                 cols = start_n + tl.arange(0, BLOCK_N)
@@ -806,12 +795,6 @@ _TILES = {
         128: {"fwd": (32, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
         256: {"fwd": (32, 32, 4, 1), "dkdv": (16, 16, 8, 1), "dq": (16, 32, 8, 1)},
     },
-    # Where TMA brings what is in parts already, they do not. "dk" is for dk alone, without a causal mask.
-    "float32, in parts": {
-        32: {"fwd": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2), "dq": (64, 64, 4, 2)},
-        64: {"fwd": (64, 32, 4, 2), "dkdv": (64, 128, 8, 2), "dq": (128, 64, 8, 2)},
-        128: {"fwd": (128, 32, 8, 2), "dkdv": (64, 64, 4, 1), "dk": (32, 64, 4, 2), "dq": (64, 32, 4, 2)},
-    },
     "float32, AMD": {  # with 8 warps a thread would have half the registers
         128: {"fwd": (64, 32, 4, 1), "dkdv": (32, 32, 4, 1), "dq": (32, 32, 4, 1)},
         256: {"fwd": (32, 16, 4, 1), "dkdv": (16, 16, 4, 1), "dq": (16, 16, 4, 1)},
@@ -837,7 +820,7 @@ _SHORT_WARPS = {
 def _config(
     kernel: str, block_d: int, block_dv: int, dtype: torch.dtype, device: torch.device, use_tma: bool, precision: str
 ) -> dict[str, int]:
-    """The launch options of one kernel ("fwd", "dkdv", "dk" or "dq"); nothing is tuned at the first call."""
+    """The launch options of one kernel ("fwd", "dkdv" or "dq"); nothing is tuned at the first call."""
     widest = max(block_d, block_dv)
     if device.type == "cpu":
         kind = "interpreter"
@@ -846,7 +829,7 @@ def _config(
         if is_amd(device):
             kind += ", AMD"
         elif precision == "bf16x6":
-            kind += ", in parts" if use_tma else ", Hopper"
+            kind += ", Hopper"
         elif use_tma:
             # Only for descriptors: pointers take the registers that these larger tiles need.
             kind += ", Hopper" if is_hopper(device) else ", Blackwell"
@@ -951,15 +934,15 @@ def _precision(q: torch.Tensor, v: torch.Tensor, align: int) -> str:
 
 
 def _is_in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, align: int) -> bool:
-    """Whether float32 numbers are cut into three of bfloat16 before the kernels, which TMA then brings to these.
+    """Whether float32 numbers are cut into three of bfloat16 before the kernel for sm_90, which multiplies these.
 
     Where sequences are short, programs in smaller tiles are done before it pays, unless `_precision` has nothing for
     them but products number by number.
     """
+    if dot_precision(q, reduced=align == 4 and allows_tf32()) != "bf16x6" or hopper.load("attention_float32") is None:
+        return False
     (n_heads, seq_q, head_dim), (n_kv_heads, seq_k, head_dim_v) = q.shape[1:], v.shape[1:]
     widest = max(_block_d(head_dim), _block_d(head_dim_v))
-    if widest > 128 or dot_precision(q, reduced=align == 4 and allows_tf32()) != "bf16x6":
-        return False
     # As measured on an H200: with as many queries as keys, from 128 on for rows of 32 numbers, from 512 for 128.
     min_uses = 4 * widest // 3 if _precision(q, v, align) == "bf16x6" else 8
     return n_heads * seq_q * seq_k >= min_uses * (n_heads * seq_q + 2 * n_kv_heads * seq_k)
@@ -1055,11 +1038,13 @@ def _attention_fwd(
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
     align = _alignment(q, k, v, out)
-    in_parts = _is_in_parts(q, k, v, align)
-    use_tma = in_parts or _use_tma(q, k, v)
-    precision = "bf16x6" if in_parts else _precision(q, v, align)
+    if _is_in_parts(q, k, v, align):
+        hopper.load("attention_float32").forward(*map(_parts, (q, k, v)), out, lse, lower, upper, scale)
+        return out, lse
+    use_tma = _use_tma(q, k, v)
+    precision = _precision(q, v, align)
     config = _config("fwd", block_d, block_dv, q.dtype, q.device, use_tma, precision)
-    sources = [_parts(x) for x in (q, k, v)] if in_parts else (q, k, v)
+    sources = q, k, v
     if use_tma:
         blocks = (config["BLOCK_M"], block_d), (config["BLOCK_N"], block_d), (config["BLOCK_N"], block_dv)
         sources = [_descriptor(x, *block) for x, block in zip(sources, blocks, strict=True)]
@@ -1070,8 +1055,7 @@ def _attention_fwd(
         _heads_per_section(batch * n_heads, seq_k, (head_dim + head_dim_v) * k.element_size()),
         q.stride(), k.stride(), v.stride(), out.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=_alignment(out) if in_parts else align, USE_TMA=use_tma,
-        PRECISION=precision, **config,
+        BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=precision, **config,
     )  # fmt: skip
     return out, lse
 
@@ -1199,10 +1183,6 @@ def _attention_bwd(
             OUT_ALIGN=_alignment(out, dq, dk, dv), **short,
         )  # fmt: skip
         return dq, dk, dv
-    in_parts = _is_in_parts(q, k, v, align)
-    use_tma = in_parts or _use_tma(q, k, v, dout)
-    row_bytes = (head_dim + head_dim_v) * q.element_size()
-    precision = "bf16x6" if in_parts else _precision(q, v, align)
     padded_seq_q = cdiv(seq_q, _PADDING) * _PADDING
     delta, lse_log2 = (scratch((batch * n_heads, padded_seq_q), lse.dtype, lse.device) for _ in range(2))
     launch(
@@ -1211,14 +1191,14 @@ def _attention_bwd(
         out, dout, lse, dlse, delta, lse_log2, seq_q, padded_seq_q, n_heads, out.stride(), dout.stride(),
         HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
     )  # fmt: skip
+    if _is_in_parts(q, k, v, align):
+        parts = map(_parts, (dout, q, k, v))
+        hopper.load("attention_float32").backward(*parts, lse_log2, delta, dq, dk, dv, lower, upper, scale)
+        return dq, dk, dv
+    use_tma = _use_tma(q, k, v, dout)
+    row_bytes = (head_dim + head_dim_v) * q.element_size()
+    precision = _precision(q, v, align)
     strides = q.stride(), k.stride(), v.stride(), dout.stride()
-    if in_parts:
-        q, k, v, dout = map(_parts, (q, k, v, dout))
-        align = _alignment(dq, dk, dv)
-        # In tiles far narrower than the others, ptxas 12.8 was seen to build addresses for `wgmma` from registers that
-        # nothing had written: a crash. `test_machine_code_reads_no_register_that_nothing_wrote` looks for such code.
-        narrowest = max(block_d, block_dv) // 2
-        block_d, block_dv = max(block_d, narrowest), max(block_dv, narrowest)
     constants = dict(
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
         BLOCK_D=block_d, BLOCK_DV=block_dv, ALIGN=align, USE_TMA=use_tma, PRECISION=precision,
@@ -1234,19 +1214,15 @@ def _attention_bwd(
         )  # fmt: skip
 
     if dk.numel() > 0:
-        # Registers have no room for both gradients of long rows and their products in parts: these take two launches.
-        apart = in_parts and max(block_d, block_dv) > 64
-        for dk_or_none, dv_or_none in ((dk, None), (None, dv)) if apart else ((dk, dv),):
-            kernel = "dk" if dv_or_none is None and upper is None else "dkdv"
-            config = _config(kernel, block_d, block_dv, dk.dtype, q.device, use_tma, precision)
-            launch(
-                _attention_bwd_dkdv_kernel,
-                (cdiv(seq_k, config["BLOCK_N"]) * batch * n_kv_heads,),
-                *sources(config), dk_or_none, dv_or_none, seq_q, padded_seq_q, seq_k, n_heads, n_heads // n_kv_heads,
-                _heads_per_section(batch * n_kv_heads, seq_q, row_bytes * n_heads // n_kv_heads),
-                *strides, dk.stride(), dv.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
-                **constants, **config,
-            )  # fmt: skip
+        config = _config("dkdv", block_d, block_dv, dk.dtype, q.device, use_tma, precision)
+        launch(
+            _attention_bwd_dkdv_kernel,
+            (cdiv(seq_k, config["BLOCK_N"]) * batch * n_kv_heads,),
+            *sources(config), dk, dv, seq_q, padded_seq_q, seq_k, n_heads, n_heads // n_kv_heads,
+            _heads_per_section(batch * n_kv_heads, seq_q, row_bytes * n_heads // n_kv_heads),
+            *strides, dk.stride(), dv.stride(), *_clamp(seq_q, seq_k, lower, upper), scale,
+            **constants, **config,
+        )  # fmt: skip
     if dq.numel() > 0:
         config = _config("dq", block_d, block_dv, dq.dtype, q.device, use_tma, precision)
         launch(

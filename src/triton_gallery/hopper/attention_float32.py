@@ -1,0 +1,415 @@
+"""Attention of float32 for Hopper, in Gluon: one kernel, for the forward and for each gradient.
+
+All four are the same walk. A program owns 128 rows of its result and passes the tiles of the other side. It multiplies
+its rows with those of a tile to get scores, makes probabilities or their gradients of them, and multiplies these with
+rows of the tile again, whose products it adds up in registers. What differs stands in this table; dP is dO Vᵀ:
+
+    result  owns     walks    first products    adds up
+    out     queries  keys     Q Kᵀ              P V
+    dq      queries  keys     Q Kᵀ and dO Vᵀ    dS K
+    dk      keys     queries  K Qᵀ and V dOᵀ    dSᵀ Q
+    dv      keys     queries  K Qᵀ              Pᵀ dO
+
+A product of float32 tiles is six of bfloat16, as in `triton_gallery._dot`. The three parts of each number, cut before,
+take half as much memory again as the number, and shared memory would not hold the rows of two tiles of 256 columns. So
+it holds *pieces* of 64 columns: own rows come again with each tile, from the L2 cache, beside the rows that they meet.
+"""
+
+import torch
+
+from .._dot import three_bf16
+from .._launch import cdiv, launch
+from ._gluon import (
+    as_matrices,
+    async_load,
+    descriptor,
+    gl,
+    gluon,
+    mbarrier,
+    opaque,
+    phase,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .attention_forward import LOG2_E, _mask
+from .attention_gradients import _bounds, _limits, _tiles_to_walk, heads_of_section, own_tile
+
+OWN_ROWS = 128  # of a program; each of two consumers has 64
+STAGES = 3  # steps whose copies are under way: 48 KiB of own rows each, 24 of walked ones
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+ROWS = gl.constexpr(gl.SliceLayout(1, PRODUCT.value))
+COLUMNS = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
+
+
+@gluon.constexpr_function
+def _owns_queries(result):
+    return result in ("out", "dq")
+
+
+@gluon.constexpr_function
+def _needs_dp(result):
+    return result in ("dq", "dk")
+
+
+@gluon.jit
+def _walk(
+    n_tiles, n_own, n_walked, n_heads, n_walked_heads, heads_per_section, lower, upper,
+    RESULT: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+):  # fmt: skip
+    """The program's first row, its head of all batches, the first head it meets, the tiles of each, how many heads."""
+    tile, head = own_tile(gl.program_id(0), gl.num_programs(0), n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+    if _owns_queries(RESULT):
+        # Under a causal mask the last queries have the longest walk, and go first, as the first keys do.
+        tile = n_tiles - 1 - tile
+        n_met = 1
+        met = head % n_heads // (n_heads // n_walked_heads)
+    else:
+        n_met = n_walked_heads // n_heads
+        met = head % n_heads * n_met
+    begin, end = _tiles_to_walk(tile * 128, n_own, n_walked, lower, upper, 128, 64, HAS_LOWER, HAS_UPPER)
+    return tile * 128, head, met, begin, end, n_met
+
+
+# --- producer ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load_pieces(
+    own_desc, walked_desc, own_smem, walked_smem, full, empty, step, batch, own_head, own_row, walked_head, walked_row,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """Copies rows that meet, one piece of both a step; without own_desc the walked ones alone."""
+    STAGES: gl.constexpr = full.shape[0]
+    OWN_BYTES: gl.constexpr = 0 if own_desc is None else own_desc.block_type.nbytes
+    for i in gl.static_range(PIECES):
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
+        mbarrier.expect(full.index(stage), 3 * (OWN_BYTES + walked_desc.block_type.nbytes))
+        for part in gl.static_range(3):
+            place = stage * 3 + part
+            if own_desc is not None:
+                async_load(own_desc, [part, batch, own_head, own_row, i * 64], full.index(stage), own_smem.index(place))
+            async_load(
+                walked_desc, [part, batch, walked_head, walked_row, i * 64], full.index(stage), walked_smem.index(place)
+            )
+        step += 1
+    return step
+
+
+@gluon.jit
+def _producer(
+    x_desc, y_desc, dx_desc, dy_desc, z_desc, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_heads,
+    n_walked_heads, heads_per_section, lower, upper,
+    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr,
+):  # fmt: skip
+    row, head, met, begin, end, n_met = _walk(
+        n_tiles, n_own, n_walked, n_heads, n_walked_heads, heads_per_section, lower, upper, RESULT, HAS_LOWER, HAS_UPPER
+    )
+    batch = head // n_heads
+    own_head = head % n_heads
+    step = 0
+    for n in range(n_met * (end - begin)):
+        walked_head = met + n // (end - begin)
+        walked_row = (begin + n % (end - begin)) * 64
+        step = _load_pieces(
+            x_desc, y_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, walked_row,
+            PIECES,
+        )  # fmt: skip
+        if _needs_dp(RESULT):
+            step = _load_pieces(
+                dx_desc, dy_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head,
+                walked_row, PIECES_V,
+            )  # fmt: skip
+        step = _load_pieces(
+            None, z_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, walked_row,
+            PIECES if _needs_dp(RESULT) else PIECES_V,
+        )  # fmt: skip
+
+
+# --- consumers --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _here(x):
+    """x, computed at this place: LLVM moves a sum down to its next use, and keeps both terms in registers till then."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _operand(x):
+    """A tile of bfloat16 as the left operand of a product, computed at this place too."""
+    x = gl.convert_layout(x, gl.DotOperandLayout(0, PRODUCT, 2))
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _three(smem, first, APART: gl.constexpr, COUNT: gl.constexpr):
+    """The three parts of 64 rows of a piece, in shared memory that is COUNT such matrices, APART of them apart."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    matrices = as_matrices(smem, COUNT, 64, 64, LAYOUT)
+    return matrices.index(first), matrices.index(first + APART), matrices.index(first + 2 * APART)
+
+
+@gluon.jit
+def _product(a, b, KEEP_INFINITY: gl.constexpr):
+    """a @ b of tiles in three parts each, added up as `triton_gallery._dot.dot` does.
+
+    Without KEEP_INFINITY, NaN may come of an infinite number: for gradients, which it makes NaN in another place.
+    """
+    zeros = gl.zeros([64, 64], gl.float32, PRODUCT)
+    token = warpgroup_mma(a[1], b[1], zeros, use_acc=False, is_async=True)
+    token = warpgroup_mma(a[2], b[0], token, is_async=True)
+    token = warpgroup_mma(a[0], b[2], token, is_async=True)
+    token = warpgroup_mma(a[1], b[0], token, is_async=True)
+    token = warpgroup_mma(a[0], b[1], token, is_async=True)
+    if KEEP_INFINITY:
+        rest = warpgroup_mma_wait(0, deps=(token,))
+        token = gl.where(rest == rest, rest, 0.0)
+    return warpgroup_mma_wait(0, deps=(warpgroup_mma(a[0], b[0], token, is_async=True),))
+
+
+@gluon.jit
+def _scores(
+    own_smem, walked_smem, full, empty, step,
+    PIECES: gl.constexpr, KEEP_INFINITY: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """The products of this consumer's rows with those of a tile, over all columns, and the next step."""
+    STAGES: gl.constexpr = full.shape[0]
+    s = gl.zeros([64, 64], gl.float32, PRODUCT)
+    for _ in range(PIECES):
+        stage = step % STAGES
+        x = _three(own_smem, stage * 6 + CONSUMER, 2, STAGES * 6)
+        y = _three(walked_smem, stage * 3, 1, STAGES * 3)
+        mbarrier.wait(full.index(stage), phase(step, STAGES))
+        s += _product(x, (y[0].permute((1, 0)), y[1].permute((1, 0)), y[2].permute((1, 0))), KEEP_INFINITY)
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    return s, step
+
+
+@gluon.jit
+def _add_products(sums, factor, p, walked_smem, full, empty, step, KEEP_INFINITY: gl.constexpr):
+    """sums * factor + p @ z, of 64 columns of z a step, and the next step; a factor of None is 1."""
+    STAGES: gl.constexpr = full.shape[0]
+    p0, p1, p2 = three_bf16(p)
+    p = _operand(p0), _operand(p1), _operand(p2)
+    added = ()
+    for i in gl.static_range(len(sums)):
+        # Opaque, so that each step computes its addresses: kept in registers they would push other values out.
+        stage = opaque(step % STAGES)
+        mbarrier.wait(full.index(stage), phase(step, STAGES))
+        product = _product(p, _three(walked_smem, stage * 3, 1, STAGES * 3), KEEP_INFINITY)
+        mbarrier.arrive(empty.index(stage), count=1)
+        scaled = sums[i] if factor is None else sums[i] * factor[:, None]
+        added = added + (_here(scaled + product),)  # noqa: RUF005
+        step += 1
+    return added, step
+
+
+@gluon.jit
+def _consumer(
+    out_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded, n_heads,
+    n_walked_heads, heads_per_section, lower, upper, out_strides, scale, scale_log2,
+    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, N_COLUMNS: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Owns 64 rows of the result: keeps their sums in registers while the tiles of the other side pass by."""
+    row, head, met, begin, end, n_met = _walk(
+        n_tiles, n_own, n_walked, n_heads, n_walked_heads, heads_per_section, lower, upper, RESULT, HAS_LOWER, HAS_UPPER
+    )
+    row += CONSUMER * 64
+    _, full_begin, full_end, _ = _bounds(row, begin, end, lower, upper, 64, HAS_LOWER, HAS_UPPER)
+    full_end = gl.minimum(full_end, n_walked // 64)
+    rows = row + gl.arange(0, 64, ROWS)
+    NEEDS_DP: gl.constexpr = _needs_dp(RESULT)
+
+    sums = ()
+    for _ in gl.static_range(PIECES if NEEDS_DP else PIECES_V):
+        sums = sums + (gl.zeros([64, 64], gl.float32, PRODUCT),)  # noqa: RUF005
+    if RESULT == "out":
+        row_max = gl.full([64], -3.4028234663852886e38, gl.float32, ROWS)
+        row_sum = gl.zeros([64], gl.float32, ROWS)
+    elif RESULT == "dq":
+        lse = gl.load(lse_ptr + head.to(gl.int64) * n_padded + rows)[:, None]
+        delta = gl.load(delta_ptr + head.to(gl.int64) * n_padded + rows)[:, None]
+    step = 0
+    for n in range(n_met * (end - begin)):
+        i = begin + n % (end - begin)
+        s, step = _scores(own_smem, walked_smem, full, empty, step, PIECES, not NEEDS_DP, CONSUMER)
+        if (i < full_begin) | (i >= full_end):
+            if HAS_LOWER or HAS_UPPER:
+                s = _mask(s, row, i * 64, lower, upper)
+            s = gl.where((i * 64 + gl.arange(0, 64, COLUMNS) < n_walked)[None, :], s, float("-inf"))
+        if RESULT == "out":
+            # As in the `tl` kernel, which says why it is the difference that is scaled.
+            new_max = gl.maximum(row_max, gl.max(s, 1))
+            p = gl.exp2((s - new_max[:, None]) * scale_log2)
+            rescale = gl.exp2((row_max - new_max) * scale_log2)
+            row_sum = row_sum * rescale + gl.sum(p, 1)
+            row_max = new_max
+            sums, step = _add_products(sums, rescale, p, walked_smem, full, empty, step, True)
+        else:
+            if not _owns_queries(RESULT):
+                walked_head = head // n_heads * n_walked_heads + met + n // (end - begin)
+                # Opaque, so that the addresses are not kept for all tiles.
+                tile_stats = walked_head.to(gl.int64) * n_padded + opaque(i * 64)
+                lse = gl.load(lse_ptr + tile_stats + gl.arange(0, 64, COLUMNS))[None, :]
+            p = gl.exp2(s * scale_log2 - lse)
+            if NEEDS_DP:
+                dp, step = _scores(own_smem, walked_smem, full, empty, step, PIECES_V, False, CONSUMER)
+                if RESULT == "dk":
+                    delta = gl.load(delta_ptr + tile_stats + gl.arange(0, 64, COLUMNS))[None, :]
+                p *= dp - delta
+            sums, step = _add_products(sums, None, p, walked_smem, full, empty, step, not NEEDS_DP)
+
+    if RESULT == "out":
+        is_empty = row_sum == 0.0
+        row_sum = gl.where(is_empty, 1.0, row_sum)
+        lse = gl.where(is_empty, float("-inf"), (row_max * scale_log2 + gl.log2(row_sum)) * 0.6931471805599453)
+        gl.store(lse_ptr + head.to(gl.int64) * n_own + rows, lse, mask=rows < n_own)
+    out_ptr += (head // n_heads).to(gl.int64) * out_strides[0] + (head % n_heads).to(gl.int64) * out_strides[1]
+    for i in gl.static_range(len(sums)):
+        result = sums[i]
+        if RESULT == "out":
+            result = gl.where(is_empty[:, None], 0.0, result / row_sum[:, None])
+        elif NEEDS_DP:
+            result *= scale
+        cols = i * 64 + gl.arange(0, 64, COLUMNS)
+        ptrs = out_ptr + rows.to(gl.int64)[:, None] * out_strides[2] + cols.to(gl.int64)[None, :] * out_strides[3]
+        gl.store(ptrs, result, mask=(rows < n_own)[:, None] & (cols < N_COLUMNS)[None, :])
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "n_tiles", "n_own", "n_walked", "n_padded", "n_heads", "n_walked_heads", "heads_per_section", "lower", "upper",
+        "out_strides",
+    ]
+)  # fmt: skip
+def _attention_float32_hopper_kernel(
+    x_desc,  # own rows of the first product, in three parts: (3, batch, n_heads, n_own, head_dim), bfloat16
+    y_desc,  # the rows that they meet: (3, batch, n_walked_heads, n_walked, head_dim)
+    dx_desc,  # own rows of dP, or None
+    dy_desc,  # the rows that they meet, or None
+    z_desc,  # the rows whose products are added up
+    out_ptr,  # (batch, n_heads, n_own, N_COLUMNS), float32
+    lse_ptr,  # (batch * n_heads, n_own), filled, for "out"; else of queries, in base 2: (batch * heads, n_padded)
+    delta_ptr,  # (batch * heads, n_padded), of queries, or None for "out"
+    n_tiles,  # of 128 own rows
+    n_own,
+    n_walked,
+    n_padded,
+    n_heads,  # that own rows
+    n_walked_heads,
+    heads_per_section,
+    lower,
+    upper,
+    out_strides,
+    scale,
+    scale_log2,
+    RESULT: gl.constexpr,  # a row of the module's table
+    PIECES: gl.constexpr,  # of 64 columns, in rows of q and k, and
+    PIECES_V: gl.constexpr,  # in those of v and dO
+    N_COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr,
+):
+    """A program owns 128 rows of the result; row i meets the rows from i + lower to i + upper of the other side."""
+    own_smem = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
+    walked_smem = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES] + y_desc.block_type.shape, y_desc.layout)  # noqa: RUF005
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    # fmt: off
+    gl.warp_specialize([
+        (_producer, (
+            x_desc, y_desc, dx_desc, dy_desc, z_desc, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked,
+            n_heads, n_walked_heads, heads_per_section, lower, upper, RESULT, PIECES, PIECES_V, HAS_LOWER, HAS_UPPER)),
+        (_consumer, (
+            out_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded,
+            n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, scale, scale_log2,
+            RESULT, PIECES, PIECES_V, N_COLUMNS, HAS_LOWER, HAS_UPPER, 0)),
+        (_consumer, (
+            out_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded,
+            n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, scale, scale_log2,
+            RESULT, PIECES, PIECES_V, N_COLUMNS, HAS_LOWER, HAS_UPPER, 1)),
+    ], [4, 4], [240, 240])
+    # fmt: on
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lower: int | None,
+    upper: int | None,
+    scale: float,
+) -> None:
+    """Fill out and lse; query i meets the keys from i + lower to i + upper.
+
+    Args:
+        q, k, v: in three parts, (3, batch, heads, length, columns), bfloat16, in rows that TMA can address.
+    """
+    _fill("out", out, [(q, k)], v, lse, None, lower, upper, scale, v.shape[-1])
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse_log2: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    lower: int | None,
+    upper: int | None,
+    scale: float,
+) -> None:
+    """Fill the gradients, except those of no rows; the other arguments are those of `forward`.
+
+    Args:
+        dout, q, k, v: in three parts.
+        lse_log2: of each query the logsumexp in base 2, (batch * heads, padded length), +inf past the end.
+        delta: sum(dO * O) - dlse of each query, as lse_log2.
+    """
+    limits = lower, upper, scale, v.shape[-1]
+    if dk.numel() > 0:
+        _fill("dk", dk, [(k, q), (v, dout)], q, lse_log2, delta, *limits)
+        _fill("dv", dv, [(k, q)], dout, lse_log2, delta, *limits)
+    if dq.numel() > 0:
+        _fill("dq", dq, [(q, k), (dout, v)], k, lse_log2, delta, *limits)
+
+
+def _fill(
+    result: str, out: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]], values: torch.Tensor,
+    lse: torch.Tensor, delta: torch.Tensor | None, lower: int | None, upper: int | None, scale: float, head_dim_v: int,
+) -> None:  # fmt: skip
+    """One row of the module's table: `pairs` are own rows and those that they meet, `values` what is added up."""
+    batch, n_heads, n_own, n_columns = out.shape
+    _, _, n_walked_heads, n_walked, head_dim = pairs[0][1].shape
+    if not _owns_queries(result):
+        # What is the lower limit to queries is the upper one to keys.
+        lower, upper = (None if limit is None else -limit for limit in (upper, lower))
+    tiles = [descriptor(x, [1, 1, 1, rows, 64]) for pair in pairs for x, rows in zip(pair, (OWN_ROWS, 64), strict=True)]
+    n_tiles = cdiv(n_own, OWN_ROWS)
+    launch(
+        _attention_float32_hopper_kernel,
+        (batch * n_heads * n_tiles,),
+        *tiles, *[None] * (4 - len(tiles)), descriptor(values, [1, 1, 1, 64, 64]), out, lse, delta,
+        n_tiles, n_own, n_walked, lse.shape[-1], n_heads, n_walked_heads,
+        heads_of_section(batch * n_heads, max(1, n_walked_heads // n_heads), n_walked * 6 * (head_dim + head_dim_v)),
+        *_limits(lower, upper, n_own, n_walked), out.stride(), scale, scale * LOG2_E,
+        RESULT=result, PIECES=cdiv(head_dim, 64), PIECES_V=cdiv(head_dim_v, 64), N_COLUMNS=n_columns, STAGES=STAGES,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, num_warps=4,
+    )  # fmt: skip
