@@ -318,10 +318,9 @@ plt.show()
 # are. (The four strides of a tensor arrive as a tuple.) A few names belong to features that we do not need yet: with
 # `USE_TMA` a hardware unit copies whole tiles, as on page three, `PRECISION` says how to multiply float32, `ALIGN`
 # promises that strides are multiples of it, and `group_size` heads of queries share a head of keys (here it is 1).
-# `dot` is `tl.dot` but for float32, which page three takes apart, and `transposed` is `.T`.
+# `dot` is `tl.dot` but for float32, which page three takes apart.
 
 # quote: triton_gallery._dot.three_bf16
-# quote: triton_gallery._dot.transposed
 # quote: triton_gallery._dot.dot
 # quote: triton_gallery.attention._tile_and_head
 # quote: triton_gallery.attention._tile_ptrs
@@ -729,6 +728,25 @@ except ValueError as error:
 # Whoever needs those says so in torch's own words: after `torch.use_deterministic_algorithms(True)`, the kernel with
 # the one walk leaves :math:`dQ` out, and that of the queries makes it, which is seven products as well. (Without a GPU
 # it is the two walks from further up.)
+#
+# float32 has a kernel of its own. A product of its tiles is six products of bfloat16, as on page three, and a small
+# kernel cuts all numbers into their three parts beforehand. The parts take half as much memory again, so the rows of
+# two tiles with 256 columns would not fit into shared memory. This kernel holds 64 columns of them at a time. The rows
+# that a program owns come again with each tile, next to the rows they meet, out of the L2 cache: 72 KiB for
+# :math:`6 \cdot 128 \cdot 64 \cdot 64` multiplications, 43 for a byte. It is as many as with the tiles of
+# 128 :math:`\times` 256 of page three. What stays in registers are the sums, up to 256 columns of *one* result. So the
+# four results are four launches of the same walk:
+#
+# ==============  =======  ==========================================  ============================
+# result          walks    scores                                      adds up
+# ==============  =======  ==========================================  ============================
+# :math:`O`       keys     :math:`Q K^{\mathsf T}`                     :math:`P V`
+# :math:`dQ`      keys     :math:`Q K^{\mathsf T}`, and :math:`dP`     :math:`dS \, K`
+# :math:`dK`      queries  :math:`K Q^{\mathsf T}`, and :math:`dP`     :math:`dS^{\mathsf T} Q`
+# :math:`dV`      queries  :math:`K Q^{\mathsf T}`                     :math:`P^{\mathsf T} dO`
+# ==============  =======  ==========================================  ============================
+#
+# The gradients take eight products in place of five. The orders of addition are fixed, in every mode.
 
 half = [torch.randn(1, 1, 300, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
 torch.use_deterministic_algorithms(True)
@@ -1841,20 +1859,16 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at worst` to
 # :measured:`attention-fwd-causal-fp32: triton_gallery / torch at best` the rate of torch's own kernel, and the
 # backward pass at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at worst` to
-# :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. A kernel of its own first cuts each number into
-# its three parts, so that TMA can bring tiles of these to `wgmma`. The kernels used to cut what they had loaded, again
-# for each tile, which we think took longer than the products. Short sequences still do so, in small tiles, and so do
-# head dimensions over 128, of whose parts shared memory does not hold enough.
-#
-# So over 128 we lose. With 192 numbers the forward pass has :measured:`attention-fwd-head-dims-fp32: triton_gallery /
-# torch at 192` torch's rate, and the backward pass :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at
-# 192`; with 256 numbers they have :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at 256` and
-# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 256`. From 65 columns on, registers do not hold
-# both :math:`dK` and :math:`dV`, so each has a launch of its own, and computes the scores anew. That leaves the
-# backward pass at :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at 128` with 128 columns, and with
-# 96, for which these kernels compute 128 as well, at :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at
-# 96`. (Of 512 queries with 128 columns it took 1.1 times as long as torch's when we tried, without a mask nearly
-# 1.2 times. No record holds that.)
+# :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. The shorter the sequence, the less of a walk
+# there is to share the start with. By head dimension, forward it is
+# :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at worst` to
+# :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at best`, and backward
+# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at worst` to
+# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at best`. With 96 columns the kernel computes 128,
+# since a piece has 64. Six products leave a sixth of the rate of bfloat16 at most. The backward pass counts five and
+# makes eight, so five eighths of the forward pass's rate is what to expect of it. Short sequences are not cut
+# beforehand: `_attention_fwd_kernel` and its companions, in small tiles, cut what they have loaded, again for each
+# tile.
 #
 # The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
 # for the same operations, which should keep its curves further from the limit. The backward pass has five products for

@@ -93,8 +93,8 @@ CALLS = [
     attention(70, 131, 64, dtype=F32, window=(20, 3)),
     # In parts
     *(
-        attention(640, 600, d, dtype=F32, head_dim_v=dv, is_causal=causal)
-        for d, dv in ((40, 40), (128, 20), (128, 128))
+        attention(640, 600, d, dtype=F32, heads=(4, 2), head_dim_v=dv, is_causal=causal)
+        for d, dv in ((40, 40), (128, 20), (200, 256))
         for causal in (False, True)
     ),
     attention(65, 64, 80, dtype=F64, heads=(4, 2)),

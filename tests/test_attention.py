@@ -735,7 +735,7 @@ def test_descriptors_are_left_alone_where_they_cannot_address(descriptors, name,
 @pytest.mark.gpu
 @MASK
 @pytest.mark.parametrize(
-    "head_dims", [(1, 1), (16, 16), (5, 33), (64, 64), (65, 65), (90, 128), (128, 20), (20, 128), (128, 128)], ids=str
+    "head_dims", [(1, 1), (5, 33), (64, 64), (65, 65), (128, 20), (20, 128), (90, 192), (193, 256), (256, 256)], ids=str
 )
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 67), (129, 300), (640, 600)])
 def test_float32_in_parts(seq_q, seq_k, head_dims, mask, device, monkeypatch):
@@ -763,16 +763,19 @@ def test_numbers_in_parts_that_are_none(value, device, monkeypatch):
 def test_float32_is_cut_into_parts_where_they_are_used_often(monkeypatch):
     monkeypatch.setattr(module, "dot_precision", lambda q, reduced: "tf32" if reduced else "bf16x6")
 
-    def in_parts(seq_q, seq_k, head_dim, head_dim_v=None, align=4):
+    def in_parts(seq_q, seq_k, head_dim, head_dim_v=None, align=4, lower=None, upper=None):
         q, k, v = (torch.empty(1, 2, n, head_dim, device="meta") for n in (seq_q, seq_k, seq_k))
-        return module._is_in_parts(q, k, v[..., : head_dim_v or head_dim], align)
+        return module._is_in_parts(q, k, v[..., : head_dim_v or head_dim], align, lower, upper)
 
-    assert in_parts(128, 128, 32) and not in_parts(120, 120, 32)
-    assert in_parts(512, 512, 128) and not in_parts(500, 500, 128)
+    assert in_parts(128, 128, 32) and not in_parts(100, 100, 32)
+    assert in_parts(80, 80, 128) and not in_parts(64, 64, 128)
+    assert in_parts(32, 32, 256) and not in_parts(16, 16, 256)
     assert not in_parts(4, 8192, 64) and not in_parts(8192, 4, 64) and not in_parts(512, 0, 64)
+    # A mask leaves fewer products for each row.
+    assert in_parts(160, 160, 128, upper=0) and not in_parts(128, 128, 128, upper=0)
+    assert in_parts(4096, 4096, 128, lower=-128, upper=0) and not in_parts(4096, 4096, 128, lower=-64, upper=0)
     # Products number by number are far slower.
     assert in_parts(64, 64, 64, 30) and in_parts(64, 64, 64, align=1) and not in_parts(8, 8, 64, align=1)
-    assert not in_parts(4096, 4096, 129)
 
 
 # --- values ---

@@ -223,6 +223,7 @@ CASES = [
     ),
     Case("attention", [(2, 4, 1024, 64)] * 3, (F32,), targets=("sm_86", "sm_90", "sm_120"), always=True),
     Case("attention", [(2, 4, 1024, 128)] * 3, (F32,), {"is_causal": True}, matrix=True, targets=("sm_90",)),
+    Case("attention", [(2, 4, 1024, 256)] * 3, (F32,), {"window": 256}, matrix=True, targets=("sm_90",)),
     Case("attention", [(4, 8, 1, 128), (4, 8, 8192, 128), (4, 8, 8192, 128)], (F16,)),
     Case("attention", [(4, 8, 1, 64), (4, 8, 8192, 64), (4, 8, 8192, 64)], (F32,), targets=("sm_90", "gfx942")),
     Case(
@@ -301,11 +302,10 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("attention 1x8x512x128", "sm_90"): (736, "the same"),
     ("attention 2x4x1000x256", "sm_90"): (116, "a gradient of 256 columns, and masks at both ends of a walk"),
     ("attention 1x4x16x256", "sm_90"): (108, "the same with one mask, with Triton 3.9 alone"),
-    ("attention 2x4x1024x64", "sm_90"): (
+    ("attention 4x8x1x64", "sm_90"): (
         608,
         "the parts of a float32 tile, some 370 bytes before Triton 3.9; larger tiles are faster all the same",
     ),
-    ("attention 4x8x1x64", "sm_90"): (608, "the same kernels"),
     **{
         (f"attention {shape}", target): (size, "the backward of a head: with more warps it is slower all the same")
         for shape, sizes in {
@@ -317,8 +317,13 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     },
     ("attention 4x8x2048x64", "sm_80"): (12, "three values of the forward pass, with Triton 3.9 alone"),
     ("attention 2x4x1024x64", "sm_86"): (12, "ptxas sets itself a limit of 80 registers"),
-    ("attention 2x4x1024x128", "sm_90"): (1216, "the same, with rows twice as long"),
-    ("attention 1x2x16x128", "sm_90"): (1284, "the same, and the loops of a window"),
+    ("attention 1x2x16x128", "sm_90"): (1284, "the same, with rows twice as long, and the loops of a window"),
+    ("attention 2x4x1024x64", "sm_90"): (16, "a few values of dk outside of the loop, with Triton 3.6 alone"),
+    ("attention 2x4x1024x128", "sm_90"): (32, "the same, and with Triton 3.9 one value of each result"),
+    ("attention 2x4x1024x256", "sm_90"): (
+        3072,
+        "sums of 256 columns, most of all dk, at some 680 bytes before Triton 3.9, which copies left operands",
+    ),
     ("matmul 8x4096 4096x1000 float32", "sm_90"): (64, "the three parts of tiles with 64 numbers along K"),
 }
 
@@ -495,7 +500,7 @@ def test_operands_kept_in_registers_stay(kwargs):
         assert is_copied or all(opcode.startswith("LDSM") for opcode in opcodes)
 
 
-WIDTHS = (16, 32, 64, 128)
+WIDTHS = (64, 128, 192, 256)
 
 
 @pytest.mark.slow
@@ -508,16 +513,15 @@ def test_machine_code_reads_no_register_that_nothing_wrote(head_dims, is_causal)
     ((kernels,),) = codegen._compile(codegen._pack([call], ("sm_90",)))
     sums = 0
     for kernel in kernels:
-        written = {"RZ": "RZ"}
+        written = {"RZ": "RZ", "URZ": "URZ"}
         for line in re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ +)?(.*?) ;", kernel.asm["sass"].replace(".reuse", "")):
-            if match := re.match(r"IADD3\.X \w+, (\w+), (-?0x[0-9a-f]+), RZ", line):
+            if match := re.match(r"U?IADD3\.X \w+, (\w+), (-?0x[0-9a-f]+), U?RZ", line):
                 constant = int(match[2], 16) % 2**32
                 # How the tile is swizzled, and how far its groups of rows are apart
                 if constant >> 30 and constant % 2**30 < 2**14:
                     sums += 1
-                    assert re.search(r"\bS?RZ$", written[match[1]]), f"{kernel.name}: {written[match[1]]}; {line}"
-            if match := re.match(r"(\S+) R(\d+)", line):
+                    assert re.search(r"\b[SU]?RZ$", written[match[1]]), f"{kernel.name}: {written[match[1]]}; {line}"
+            if match := re.match(r"(\S+) (U?R)(\d+)", line):
                 for i in range(2 if match[1] == "CS2R" else 1):
-                    written[f"R{int(match[2]) + i}"] = line
-    # Narrow tiles leave registers enough, and the sums are made elsewhere.
-    assert sums or max(head_dims) < 128 or triton.__version__ >= "3.7"
+                    written[f"{match[2]}{int(match[3]) + i}"] = line
+    assert sums

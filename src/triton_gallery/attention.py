@@ -933,7 +933,9 @@ def _precision(q: torch.Tensor, v: torch.Tensor, align: int) -> str:
     return "ieee" if precision == "bf16x6" and not is_even else precision
 
 
-def _is_in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, align: int) -> bool:
+def _is_in_parts(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, align: int, lower: int | None, upper: int | None
+) -> bool:
     """Whether float32 numbers are cut into three of bfloat16 before the kernel for sm_90, which multiplies these.
 
     Where sequences are short, programs in smaller tiles are done before it pays, unless `_precision` has nothing for
@@ -943,9 +945,12 @@ def _is_in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, align: int) 
         return False
     (n_heads, seq_q, head_dim), (n_kv_heads, seq_k, head_dim_v) = q.shape[1:], v.shape[1:]
     widest = max(_block_d(head_dim), _block_d(head_dim_v))
-    # As measured on an H200: with as many queries as keys, from 128 on for rows of 32 numbers, from 512 for 128.
-    min_uses = 4 * widest // 3 if _precision(q, v, align) == "bf16x6" else 8
-    return n_heads * seq_q * seq_k >= min_uses * (n_heads * seq_q + 2 * n_kv_heads * seq_k)
+    # How often each row is used, from where on it pays: as measured on an H200 with as many queries as keys, for rows
+    # of 32 numbers from about 110 on, for 256 from 24. About half as many are allowed under a causal mask.
+    min_uses = 40 - widest // 8 if _precision(q, v, align) == "bf16x6" else 8
+    n_limits = (lower is not None) + (upper is not None)
+    n_keys = min(seq_k, upper - lower + 1) if n_limits == 2 else seq_k / (1 + n_limits)
+    return n_heads * seq_q * n_keys >= min_uses * (n_heads * seq_q + 2 * n_kv_heads * seq_k)
 
 
 def _parts(x: torch.Tensor) -> torch.Tensor:
@@ -1038,7 +1043,7 @@ def _attention_fwd(
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
     align = _alignment(q, k, v, out)
-    if _is_in_parts(q, k, v, align):
+    if _is_in_parts(q, k, v, align, lower, upper):
         hopper.load("attention_float32").forward(*map(_parts, (q, k, v)), out, lse, lower, upper, scale)
         return out, lse
     use_tma = _use_tma(q, k, v)
@@ -1191,7 +1196,7 @@ def _attention_bwd(
         out, dout, lse, dlse, delta, lse_log2, seq_q, padded_seq_q, n_heads, out.stride(), dout.stride(),
         HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
     )  # fmt: skip
-    if _is_in_parts(q, k, v, align):
+    if _is_in_parts(q, k, v, align, lower, upper):
         parts = map(_parts, (dout, q, k, v))
         hopper.load("attention_float32").backward(*parts, lse_log2, delta, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv

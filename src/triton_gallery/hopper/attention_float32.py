@@ -70,6 +70,18 @@ def _walk(
     return tile * 128, head, met, begin, end, n_met
 
 
+@gluon.jit
+def _tile_of(n, begin, end, RESULT: gl.constexpr):
+    """The n-th tile of the walk, and how many heads are behind it then: queries meet one head, and keys a group."""
+    if _owns_queries(RESULT):
+        tile = begin + n
+        n_behind = 0
+    else:
+        tile = begin + n % (end - begin)
+        n_behind = n // (end - begin)
+    return tile, n_behind
+
+
 # --- producer ---------------------------------------------------------------------------------------------------------
 
 
@@ -110,19 +122,18 @@ def _producer(
     own_head = head % n_heads
     step = 0
     for n in range(n_met * (end - begin)):
-        walked_head = met + n // (end - begin)
-        walked_row = (begin + n % (end - begin)) * 64
+        i, n_behind = _tile_of(n, begin, end, RESULT)
+        walked_head = met + n_behind
         step = _load_pieces(
-            x_desc, y_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, walked_row,
-            PIECES,
-        )  # fmt: skip
+            x_desc, y_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64, PIECES
+        )
         if _needs_dp(RESULT):
             step = _load_pieces(
-                dx_desc, dy_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head,
-                walked_row, PIECES_V,
+                dx_desc, dy_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
+                PIECES_V,
             )  # fmt: skip
         step = _load_pieces(
-            None, z_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, walked_row,
+            None, z_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
             PIECES if _needs_dp(RESULT) else PIECES_V,
         )  # fmt: skip
 
@@ -235,7 +246,7 @@ def _consumer(
         delta = gl.load(delta_ptr + head.to(gl.int64) * n_padded + rows)[:, None]
     step = 0
     for n in range(n_met * (end - begin)):
-        i = begin + n % (end - begin)
+        i, n_behind = _tile_of(n, begin, end, RESULT)
         s, step = _scores(own_smem, walked_smem, full, empty, step, PIECES, not NEEDS_DP, CONSUMER)
         if (i < full_begin) | (i >= full_end):
             if HAS_LOWER or HAS_UPPER:
@@ -251,7 +262,7 @@ def _consumer(
             sums, step = _add_products(sums, rescale, p, walked_smem, full, empty, step, True)
         else:
             if not _owns_queries(RESULT):
-                walked_head = head // n_heads * n_walked_heads + met + n // (end - begin)
+                walked_head = head // n_heads * n_walked_heads + met + n_behind
                 # Opaque, so that the addresses are not kept for all tiles.
                 tile_stats = walked_head.to(gl.int64) * n_padded + opaque(i * 64)
                 lse = gl.load(lse_ptr + tile_stats + gl.arange(0, 64, COLUMNS))[None, :]
