@@ -739,16 +739,43 @@ def test_descriptors_are_left_alone_where_they_cannot_address(descriptors, name,
 )
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 67), (129, 300), (640, 600)])
 def test_float32_in_parts(seq_q, seq_k, head_dims, mask, device, monkeypatch):
-    monkeypatch.setattr(module, "_is_in_parts", lambda *_: True)
+    monkeypatch.setattr(module, "_num_parts", lambda *_: 3)
     q, k, v = inputs((2, 4, seq_q, head_dims[0]), (2, 2, seq_k, head_dims[0]), torch.float32, device, head_dims[1])
     check(q, k, v, **MASKS[mask])
     check(LAYOUTS["heads inside"](q), LAYOUTS["rows last"](k), LAYOUTS["unaligned"](v), **MASKS[mask])
 
 
 @pytest.mark.gpu
+@MASK
+@pytest.mark.parametrize("head_dims", [(40, 40), (128, 200), (256, 256)], ids=str)
+def test_float32_in_two_parts_is_closer_than_tf32(head_dims, mask, device, monkeypatch):
+    monkeypatch.setattr(module, "_num_parts", lambda *_: 2)
+    monkeypatch.setitem(FLOOR, torch.float32, 5e-5)  # TF32 is off by 1e-3
+    q, k, v = inputs((2, 4, 300, head_dims[0]), (2, 2, 333, head_dims[0]), torch.float32, device, head_dims[1])
+    check(q, k, v, **MASKS[mask])
+
+
+@pytest.mark.gpu
+def test_a_key_of_weight_0_in_parts_has_the_gradient_of_torch(device, monkeypatch):
+    monkeypatch.setattr(module, "_num_parts", lambda *_: 3)
+    for seq_q in (5, 300):
+        test_a_key_of_weight_0_has_the_gradient_of_torch(torch.float32, 64, False, seq_q, device)
+
+
+@pytest.mark.gpu
+def test_a_query_of_nan_in_parts_reaches_no_key_that_it_may_not_see(device, monkeypatch):
+    monkeypatch.setattr(module, "_num_parts", lambda *_: 3)
+    q, k, v = (x.requires_grad_() for x in inputs((1, 2, 256, 64), (1, 2, 256, 64), torch.float32, device))
+    with torch.no_grad():
+        q[0, 0, 17, 0] = math.nan
+    (dv,) = torch.autograd.grad(tg.attention(q, k, v, is_causal=True).sum(), v)
+    assert dv[0, 0, :18].isnan().all() and dv[0, 0, 18:].isfinite().all() and dv[0, 1].isfinite().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_in_parts_that_are_none(value, device, monkeypatch):
-    monkeypatch.setattr(module, "_is_in_parts", lambda *_: True)
+    monkeypatch.setattr(module, "_num_parts", lambda *_: 3)
     q, k, v = inputs((1, 2, 100, 40), (1, 2, 130, 40), torch.float32, device)
     v[0, 1, 7, 3] = value
     out = tg.attention(q, k, v)
@@ -765,15 +792,20 @@ def test_float32_is_cut_into_parts_where_they_are_used_often(monkeypatch):
 
     def in_parts(seq_q, seq_k, head_dim, head_dim_v=None, align=4, lower=None, upper=None):
         q, k, v = (torch.empty(1, 2, n, head_dim, device="meta") for n in (seq_q, seq_k, seq_k))
-        return module._is_in_parts(q, k, v[..., : head_dim_v or head_dim], align, lower, upper)
+        return module._num_parts(q, k, v[..., : head_dim_v or head_dim], align, lower, upper)
 
     assert in_parts(128, 128, 32) and not in_parts(100, 100, 32)
     assert in_parts(80, 80, 128) and not in_parts(64, 64, 128)
     assert in_parts(32, 32, 256) and not in_parts(16, 16, 256)
     assert not in_parts(4, 8192, 64) and not in_parts(8192, 4, 64) and not in_parts(512, 0, 64)
     # A mask leaves fewer products for each row.
+    assert in_parts(4096, 4096, 64) == 3 and not in_parts(200, 20_000, 64, upper=0)
     assert in_parts(160, 160, 128, upper=0) and not in_parts(128, 128, 128, upper=0)
     assert in_parts(4096, 4096, 128, lower=-128, upper=0) and not in_parts(4096, 4096, 128, lower=-64, upper=0)
+    monkeypatch.setattr(module, "allows_tf32", lambda: True)
+    assert in_parts(4096, 4096, 64) == 2 and in_parts(4096, 4096, 64, align=1) == 2 and not in_parts(64, 64, 64)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "dot_precision", lambda q, reduced: "tf32" if reduced else "bf16x6")
     # Products number by number are far slower.
     assert in_parts(64, 64, 64, 30) and in_parts(64, 64, 64, align=1) and not in_parts(8, 8, 64, align=1)
 

@@ -38,16 +38,6 @@ def three_bf16(x):
 
 
 @triton.jit
-def transposed(x):
-    """The transpose of a tile, or of each of the three that `three_bf16` made of one."""
-    if isinstance(x, tl.tensor):
-        result = x.T
-    else:
-        result = x[0].T, x[1].T, x[2].T
-    return result
-
-
-@triton.jit
 def dot(a, b, c, PRECISION: tl.constexpr):
     """c + a @ b, or a @ b where c is None; PRECISION is "bf16x6" or what else ``tl.dot`` takes.
 

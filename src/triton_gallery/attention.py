@@ -185,7 +185,7 @@ def _store_tile(
 @triton.jit(do_not_specialize=["n_batches", "n_heads", "length", "strides", "part_strides"])
 def _parts_kernel(
     x_ptr,  # (n_batches, n_heads, length, head_dim), float32
-    parts_ptr,  # (3 * n_batches, n_heads, length, head_dim), bfloat16
+    parts_ptr,  # (PARTS * n_batches, n_heads, length, head_dim), bfloat16
     n_batches,
     n_heads,
     length,
@@ -195,14 +195,15 @@ def _parts_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """A program cuts BLOCK rows of a head into three: what `three_bf16` makes of them, one part after the other."""
+    """A program cuts BLOCK rows of a head into what `three_bf16` makes of them: the first PARTS of the three parts."""
     n_tiles = tl.cdiv(length, BLOCK)
     start = tl.program_id(0) % n_tiles * BLOCK
     batch = tl.program_id(0) // n_tiles // n_heads
     head = tl.program_id(0) // n_tiles % n_heads
     parts = three_bf16(_load_tile(x_ptr, strides, batch, head, start, length, HEAD_DIM, BLOCK, BLOCK_D, ALIGN, False))
-    for part in tl.static_range(3):
+    for part in tl.static_range(PARTS):
         to = batch + part * n_batches
         _store_tile(parts_ptr, parts[part], part_strides, to, head, start, length, HEAD_DIM, BLOCK, BLOCK_D, 8)
 
@@ -933,36 +934,41 @@ def _precision(q: torch.Tensor, v: torch.Tensor, align: int) -> str:
     return "ieee" if precision == "bf16x6" and not is_even else precision
 
 
-def _is_in_parts(
+def _num_parts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, align: int, lower: int | None, upper: int | None
-) -> bool:
-    """Whether float32 numbers are cut into three of bfloat16 before the kernel for sm_90, which multiplies these.
+) -> int:
+    """Into how many of bfloat16 float32 numbers are cut for the kernel for sm_90, which multiplies these, or 0.
 
-    Where sequences are short, programs in smaller tiles are done before it pays, unless `_precision` has nothing for
-    them but products number by number.
+    Three have all bits of a number; where TF32 is allowed, two do, whose products have more digits. Where sequences are
+    short, programs in smaller tiles are done before it pays, unless `_precision` has nothing for them but products
+    number by number.
     """
-    if dot_precision(q, reduced=align == 4 and allows_tf32()) != "bf16x6" or hopper.load("attention_float32") is None:
-        return False
+    if dot_precision(q, reduced=False) != "bf16x6" or hopper.load("attention_float32") is None:
+        return 0
     (n_heads, seq_q, head_dim), (n_kv_heads, seq_k, head_dim_v) = q.shape[1:], v.shape[1:]
     widest = max(_block_d(head_dim), _block_d(head_dim_v))
-    # How often each row is used, from where on it pays: as measured on an H200 with as many queries as keys, for rows
-    # of 32 numbers from about 110 on, for 256 from 24. About half as many are allowed under a causal mask.
-    min_uses = 40 - widest // 8 if _precision(q, v, align) == "bf16x6" else 8
-    n_limits = (lower is not None) + (upper is not None)
-    n_keys = min(seq_k, upper - lower + 1) if n_limits == 2 else seq_k / (1 + n_limits)
-    return n_heads * seq_q * n_keys >= min_uses * (n_heads * seq_q + 2 * n_kv_heads * seq_k)
+    # How often a row has to be used. With as many queries as keys it is a third of their number, so, as measured on an
+    # H200, it pays from about 110 positions on for rows of 32 numbers, and from 24 for 256.
+    min_uses = 8 if _precision(q, v, align) == "ieee" else 40 - widest // 8
+    # What the query in the middle is allowed stands for all.
+    first = 0 if lower is None else max(0, seq_q // 2 + lower)
+    last = seq_k if upper is None else min(seq_k, seq_q // 2 + upper + 1)
+    n_keys = max(0, last - first)
+    pays = n_heads * seq_q * n_keys >= min_uses * (n_heads * seq_q + 2 * n_kv_heads * seq_k)
+    return (2 if allows_tf32() else 3) if pays else 0
 
 
-def _parts(x: torch.Tensor) -> torch.Tensor:
-    """Three parts of bfloat16 for each number of x, float32, in rows that TMA can load: (3, *x.shape)."""
+def _parts(x: torch.Tensor, n_parts: int) -> torch.Tensor:
+    """The first n_parts of three_bf16 of each number of x, in rows that TMA can load: (n_parts, *x.shape)."""
     batch, n_heads, length, head_dim = x.shape
-    rows = scratch((3, batch, n_heads, length, cdiv(head_dim, 8) * 8), torch.bfloat16, x.device)
+    rows = scratch((n_parts, batch, n_heads, length, cdiv(head_dim, 8) * 8), torch.bfloat16, x.device)
     parts = rows[..., :head_dim]
     launch(
         _parts_kernel,
         (cdiv(length, _PART_ROWS) * batch * n_heads,),
         x, parts, batch, n_heads, length, x.stride(), parts.stride()[1:],
-        HEAD_DIM=head_dim, BLOCK=_PART_ROWS, BLOCK_D=_block_d(head_dim), ALIGN=_alignment(x), num_warps=4,
+        HEAD_DIM=head_dim, BLOCK=_PART_ROWS, BLOCK_D=_block_d(head_dim), ALIGN=_alignment(x), PARTS=n_parts,
+        num_warps=4,
     )  # fmt: skip
     return parts
 
@@ -1043,8 +1049,9 @@ def _attention_fwd(
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
     align = _alignment(q, k, v, out)
-    if _is_in_parts(q, k, v, align, lower, upper):
-        hopper.load("attention_float32").forward(*map(_parts, (q, k, v)), out, lse, lower, upper, scale)
+    if (n_parts := _num_parts(q, k, v, align, lower, upper)) > 0:
+        parts = (_parts(x, n_parts) for x in (q, k, v))
+        hopper.load("attention_float32").forward(*parts, out, lse, lower, upper, scale)
         return out, lse
     use_tma = _use_tma(q, k, v)
     precision = _precision(q, v, align)
@@ -1196,8 +1203,8 @@ def _attention_bwd(
         out, dout, lse, dlse, delta, lse_log2, seq_q, padded_seq_q, n_heads, out.stride(), dout.stride(),
         HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
     )  # fmt: skip
-    if _is_in_parts(q, k, v, align, lower, upper):
-        parts = map(_parts, (dout, q, k, v))
+    if (n_parts := _num_parts(q, k, v, align, lower, upper)) > 0:
+        parts = (_parts(x, n_parts) for x in (dout, q, k, v))
         hopper.load("attention_float32").backward(*parts, lse_log2, delta, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv
     use_tma = _use_tma(q, k, v, dout)
@@ -1365,7 +1372,7 @@ def attention(
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
         products follow :func:`torch.set_float32_matmul_precision`, as in :func:`matmul`. Memory beyond the outputs is
         one number a query for the forward and two for the backward, the float32 gradient of q that Hopper's kernels
-        keep (see below), and, of float32 on Hopper, mostly 1.5 times what the inputs take, in three parts of bfloat16
+        keep (see below), and, of float32 on Hopper, mostly 1.5 times what the inputs take, in parts of bfloat16
         that its products are made of. To it come splits, where up to 64 queries (16 in float32, none in float64) share
         512 keys or more and heads are few or shared, as in decoding: several programs share the keys, and each needs
         room for a float32 copy of the output. (On Hopper one query in each of many heads needs none, in 16 bits and

@@ -2,7 +2,7 @@
 
 All four are the same walk. A program owns 128 rows of its result and passes the tiles of the other side. It multiplies
 its rows with those of a tile to get scores, makes probabilities or their gradients of them, and multiplies these with
-rows of the tile again, whose products it adds up in registers. What differs stands in this table; dP is dO Vᵀ:
+rows of the tile again, whose products it adds up in registers. What differs stands in this table:
 
     result  owns     walks    first products    adds up
     out     queries  keys     Q Kᵀ              P V
@@ -10,9 +10,11 @@ rows of the tile again, whose products it adds up in registers. What differs sta
     dk      keys     queries  K Qᵀ and V dOᵀ    dSᵀ Q
     dv      keys     queries  K Qᵀ              Pᵀ dO
 
-A product of float32 tiles is six of bfloat16, as in `triton_gallery._dot`. The three parts of each number, cut before,
-take half as much memory again as the number, and shared memory would not hold the rows of two tiles of 256 columns. So
-it holds *pieces* of 64 columns: own rows come again with each tile, from the L2 cache, beside the rows that they meet.
+A product of float32 tiles is six of bfloat16, of three parts of each number, as in `triton_gallery._dot`. Where TF32 is
+allowed, it is three of two parts, each of them 8 bits, which are still 5 bits more than TF32 has. Tensors are cut into
+parts beforehand. Three take half as much memory again as the number, and the rows of two tiles of 256 columns would not
+fit into shared memory. So it holds *pieces* of 64 columns: own rows come again with each tile, from the L2 cache,
+beside the rows that they meet.
 """
 
 import torch
@@ -31,11 +33,11 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .attention_forward import LOG2_E, _mask
+from .attention_forward import LOG2_E
 from .attention_gradients import _bounds, _limits, _tiles_to_walk, heads_of_section, own_tile
 
-OWN_ROWS = 128  # of a program; each of two consumers has 64
-STAGES = 3  # steps whose copies are under way: 48 KiB of own rows each, 24 of walked ones
+OWN_ROWS = gl.constexpr(128)  # of a program; each of two consumers has 64
+STAGES = {2: 4, 3: 3}  # by parts: steps whose copies are under way, of 16 KiB of own rows a part, and 8 of walked ones
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ROWS = gl.constexpr(gl.SliceLayout(1, PRODUCT.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
@@ -66,8 +68,9 @@ def _walk(
     else:
         n_met = n_walked_heads // n_heads
         met = head % n_heads * n_met
-    begin, end = _tiles_to_walk(tile * 128, n_own, n_walked, lower, upper, 128, 64, HAS_LOWER, HAS_UPPER)
-    return tile * 128, head, met, begin, end, n_met
+    row = tile * OWN_ROWS
+    begin, end = _tiles_to_walk(row, n_own, n_walked, lower, upper, OWN_ROWS, 64, HAS_LOWER, HAS_UPPER)
+    return row, head, met, begin, end, n_met
 
 
 @gluon.jit
@@ -88,7 +91,7 @@ def _tile_of(n, begin, end, RESULT: gl.constexpr):
 @gluon.jit
 def _load_pieces(
     own_desc, walked_desc, own_smem, walked_smem, full, empty, step, batch, own_head, own_row, walked_head, walked_row,
-    PIECES: gl.constexpr,
+    PIECES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copies rows that meet, one piece of both a step; without own_desc the walked ones alone."""
     STAGES: gl.constexpr = full.shape[0]
@@ -96,9 +99,9 @@ def _load_pieces(
     for i in gl.static_range(PIECES):
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
-        mbarrier.expect(full.index(stage), 3 * (OWN_BYTES + walked_desc.block_type.nbytes))
-        for part in gl.static_range(3):
-            place = stage * 3 + part
+        mbarrier.expect(full.index(stage), PARTS * (OWN_BYTES + walked_desc.block_type.nbytes))
+        for part in gl.static_range(PARTS):
+            place = stage * PARTS + part
             if own_desc is not None:
                 async_load(own_desc, [part, batch, own_head, own_row, i * 64], full.index(stage), own_smem.index(place))
             async_load(
@@ -112,7 +115,7 @@ def _load_pieces(
 def _producer(
     x_desc, y_desc, dx_desc, dy_desc, z_desc, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_heads,
     n_walked_heads, heads_per_section, lower, upper,
-    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, HAS_LOWER: gl.constexpr,
+    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, PARTS: gl.constexpr, HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
 ):  # fmt: skip
     row, head, met, begin, end, n_met = _walk(
@@ -125,16 +128,17 @@ def _producer(
         i, n_behind = _tile_of(n, begin, end, RESULT)
         walked_head = met + n_behind
         step = _load_pieces(
-            x_desc, y_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64, PIECES
-        )
+            x_desc, y_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
+            PIECES, PARTS,
+        )  # fmt: skip
         if _needs_dp(RESULT):
             step = _load_pieces(
                 dx_desc, dy_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
-                PIECES_V,
+                PIECES_V, PARTS,
             )  # fmt: skip
         step = _load_pieces(
             None, z_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
-            PIECES if _needs_dp(RESULT) else PIECES_V,
+            PIECES if _needs_dp(RESULT) else PIECES_V, PARTS,
         )  # fmt: skip
 
 
@@ -155,24 +159,32 @@ def _operand(x):
 
 
 @gluon.jit
-def _three(smem, first, APART: gl.constexpr, COUNT: gl.constexpr):
-    """The three parts of 64 rows of a piece, in shared memory that is COUNT such matrices, APART of them apart."""
+def _parts_of(smem, stage, consumer, APART: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """The parts of 64 rows of a piece: matrices in shared memory, APART of them apart, the consumer's one first."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    matrices = as_matrices(smem, COUNT, 64, 64, LAYOUT)
-    return matrices.index(first), matrices.index(first + APART), matrices.index(first + 2 * APART)
+    matrices = as_matrices(smem, STAGES * PARTS * APART, 64, 64, LAYOUT)
+    first = stage * PARTS * APART + consumer
+    if PARTS == 3:
+        parts = matrices.index(first), matrices.index(first + APART), matrices.index(first + 2 * APART)
+    else:
+        parts = matrices.index(first), matrices.index(first + APART)
+    return parts
 
 
 @gluon.jit
 def _product(a, b, KEEP_INFINITY: gl.constexpr):
-    """a @ b of tiles in three parts each, added up as `triton_gallery._dot.dot` does.
+    """a @ b of tiles in parts, added up as `triton_gallery._dot.dot` does: six products of three parts, three of two.
 
-    Without KEEP_INFINITY, NaN may come of an infinite number: for gradients, which it makes NaN in another place.
+    Without KEEP_INFINITY, NaN may come of an infinite number: for what such a number makes NaN in another place.
     """
     zeros = gl.zeros([64, 64], gl.float32, PRODUCT)
-    token = warpgroup_mma(a[1], b[1], zeros, use_acc=False, is_async=True)
-    token = warpgroup_mma(a[2], b[0], token, is_async=True)
-    token = warpgroup_mma(a[0], b[2], token, is_async=True)
-    token = warpgroup_mma(a[1], b[0], token, is_async=True)
+    if len(a) == 3:
+        token = warpgroup_mma(a[1], b[1], zeros, use_acc=False, is_async=True)
+        token = warpgroup_mma(a[2], b[0], token, is_async=True)
+        token = warpgroup_mma(a[0], b[2], token, is_async=True)
+        token = warpgroup_mma(a[1], b[0], token, is_async=True)
+    else:
+        token = warpgroup_mma(a[1], b[0], zeros, use_acc=False, is_async=True)
     token = warpgroup_mma(a[0], b[1], token, is_async=True)
     if KEEP_INFINITY:
         rest = warpgroup_mma_wait(0, deps=(token,))
@@ -183,34 +195,40 @@ def _product(a, b, KEEP_INFINITY: gl.constexpr):
 @gluon.jit
 def _scores(
     own_smem, walked_smem, full, empty, step,
-    PIECES: gl.constexpr, KEEP_INFINITY: gl.constexpr, CONSUMER: gl.constexpr,
+    PIECES: gl.constexpr, PARTS: gl.constexpr, KEEP_INFINITY: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """The products of this consumer's rows with those of a tile, over all columns, and the next step."""
     STAGES: gl.constexpr = full.shape[0]
     s = gl.zeros([64, 64], gl.float32, PRODUCT)
     for _ in range(PIECES):
         stage = step % STAGES
-        x = _three(own_smem, stage * 6 + CONSUMER, 2, STAGES * 6)
-        y = _three(walked_smem, stage * 3, 1, STAGES * 3)
+        x = _parts_of(own_smem, stage, CONSUMER, 2, PARTS, STAGES)
+        y = _parts_of(walked_smem, stage, 0, 1, PARTS, STAGES)
+        y_transposed = (y[0].permute((1, 0)), y[1].permute((1, 0)))
+        if PARTS == 3:
+            y_transposed = y_transposed + (y[2].permute((1, 0)),)  # noqa: RUF005
         mbarrier.wait(full.index(stage), phase(step, STAGES))
-        s += _product(x, (y[0].permute((1, 0)), y[1].permute((1, 0)), y[2].permute((1, 0))), KEEP_INFINITY)
+        s += _product(x, y_transposed, KEEP_INFINITY)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     return s, step
 
 
 @gluon.jit
-def _add_products(sums, factor, p, walked_smem, full, empty, step, KEEP_INFINITY: gl.constexpr):
+def _add_products(sums, factor, p, walked_smem, full, empty, step, PARTS: gl.constexpr, KEEP_INFINITY: gl.constexpr):
     """sums * factor + p @ z, of 64 columns of z a step, and the next step; a factor of None is 1."""
     STAGES: gl.constexpr = full.shape[0]
     p0, p1, p2 = three_bf16(p)
-    p = _operand(p0), _operand(p1), _operand(p2)
+    if PARTS == 3:
+        operands = _operand(p0), _operand(p1), _operand(p2)
+    else:
+        operands = _operand(p0), _operand(p1)
     added = ()
     for i in gl.static_range(len(sums)):
         # Opaque, so that each step computes its addresses: kept in registers they would push other values out.
         stage = opaque(step % STAGES)
         mbarrier.wait(full.index(stage), phase(step, STAGES))
-        product = _product(p, _three(walked_smem, stage * 3, 1, STAGES * 3), KEEP_INFINITY)
+        product = _product(operands, _parts_of(walked_smem, stage, 0, 1, PARTS, STAGES), KEEP_INFINITY)
         mbarrier.arrive(empty.index(stage), count=1)
         scaled = sums[i] if factor is None else sums[i] * factor[:, None]
         added = added + (_here(scaled + product),)  # noqa: RUF005
@@ -219,10 +237,21 @@ def _add_products(sums, factor, p, walked_smem, full, empty, step, KEEP_INFINITY
 
 
 @gluon.jit
+def _cut_off(x, other, row, col, n_walked, lower, upper, HAS_LIMIT: gl.constexpr):
+    """x of a tile, but `other` past the last column, and where rows from `row` on do not meet columns from `col` on."""
+    cols = col + gl.arange(0, 64, COLUMNS)
+    kept = (cols < n_walked)[None, :]
+    if HAS_LIMIT:
+        distance = cols[None, :] - (row + gl.arange(0, 64, ROWS))[:, None]
+        kept = kept & (distance >= lower) & (distance <= upper)
+    return gl.where(kept, x, other)
+
+
+@gluon.jit
 def _consumer(
     out_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded, n_heads,
     n_walked_heads, heads_per_section, lower, upper, out_strides, scale, scale_log2,
-    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, N_COLUMNS: gl.constexpr,
+    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, PARTS: gl.constexpr, N_COLUMNS: gl.constexpr,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 rows of the result: keeps their sums in registers while the tiles of the other side pass by."""
@@ -234,6 +263,7 @@ def _consumer(
     full_end = gl.minimum(full_end, n_walked // 64)
     rows = row + gl.arange(0, 64, ROWS)
     NEEDS_DP: gl.constexpr = _needs_dp(RESULT)
+    HAS_LIMIT: gl.constexpr = HAS_LOWER or HAS_UPPER
 
     sums = ()
     for _ in gl.static_range(PIECES if NEEDS_DP else PIECES_V):
@@ -247,19 +277,18 @@ def _consumer(
     step = 0
     for n in range(n_met * (end - begin)):
         i, n_behind = _tile_of(n, begin, end, RESULT)
-        s, step = _scores(own_smem, walked_smem, full, empty, step, PIECES, not NEEDS_DP, CONSUMER)
-        if (i < full_begin) | (i >= full_end):
-            if HAS_LOWER or HAS_UPPER:
-                s = _mask(s, row, i * 64, lower, upper)
-            s = gl.where((i * 64 + gl.arange(0, 64, COLUMNS) < n_walked)[None, :], s, float("-inf"))
+        is_cut = (i < full_begin) | (i >= full_end)
+        s, step = _scores(own_smem, walked_smem, full, empty, step, PIECES, PARTS, RESULT != "dq", CONSUMER)
         if RESULT == "out":
+            if is_cut:
+                s = _cut_off(s, float("-inf"), row, i * 64, n_walked, lower, upper, HAS_LIMIT)
             # As in the `tl` kernel, which says why it is the difference that is scaled.
             new_max = gl.maximum(row_max, gl.max(s, 1))
             p = gl.exp2((s - new_max[:, None]) * scale_log2)
             rescale = gl.exp2((row_max - new_max) * scale_log2)
             row_sum = row_sum * rescale + gl.sum(p, 1)
             row_max = new_max
-            sums, step = _add_products(sums, rescale, p, walked_smem, full, empty, step, True)
+            sums, step = _add_products(sums, rescale, p, walked_smem, full, empty, step, PARTS, True)
         else:
             if not _owns_queries(RESULT):
                 walked_head = head // n_heads * n_walked_heads + met + n_behind
@@ -267,12 +296,15 @@ def _consumer(
                 tile_stats = walked_head.to(gl.int64) * n_padded + opaque(i * 64)
                 lse = gl.load(lse_ptr + tile_stats + gl.arange(0, 64, COLUMNS))[None, :]
             p = gl.exp2(s * scale_log2 - lse)
+            if is_cut:
+                # What is cut off may be NaN.
+                p = _cut_off(p, 0.0, row, i * 64, n_walked, lower, upper, HAS_LIMIT)
             if NEEDS_DP:
-                dp, step = _scores(own_smem, walked_smem, full, empty, step, PIECES_V, False, CONSUMER)
+                dp, step = _scores(own_smem, walked_smem, full, empty, step, PIECES_V, PARTS, False, CONSUMER)
                 if RESULT == "dk":
                     delta = gl.load(delta_ptr + tile_stats + gl.arange(0, 64, COLUMNS))[None, :]
                 p *= dp - delta
-            sums, step = _add_products(sums, None, p, walked_smem, full, empty, step, not NEEDS_DP)
+            sums, step = _add_products(sums, None, p, walked_smem, full, empty, step, PARTS, not NEEDS_DP)
 
     if RESULT == "out":
         is_empty = row_sum == 0.0
@@ -298,14 +330,14 @@ def _consumer(
     ]
 )  # fmt: skip
 def _attention_float32_hopper_kernel(
-    x_desc,  # own rows of the first product, in three parts: (3, batch, n_heads, n_own, head_dim), bfloat16
-    y_desc,  # the rows that they meet: (3, batch, n_walked_heads, n_walked, head_dim)
+    x_desc,  # own rows of the first product, in parts: (PARTS, batch, n_heads, n_own, head_dim), bfloat16
+    y_desc,  # the rows that they meet: (PARTS, batch, n_walked_heads, n_walked, head_dim)
     dx_desc,  # own rows of dP, or None
     dy_desc,  # the rows that they meet, or None
     z_desc,  # the rows whose products are added up
     out_ptr,  # (batch, n_heads, n_own, N_COLUMNS), float32
     lse_ptr,  # (batch * n_heads, n_own), filled, for "out"; else of queries, in base 2: (batch * heads, n_padded)
-    delta_ptr,  # (batch * heads, n_padded), of queries, or None for "out"
+    delta_ptr,  # (batch * heads, n_padded), of queries, or None for "out"; "dv" does not need it either
     n_tiles,  # of 128 own rows
     n_own,
     n_walked,
@@ -321,14 +353,15 @@ def _attention_float32_hopper_kernel(
     RESULT: gl.constexpr,  # a row of the module's table
     PIECES: gl.constexpr,  # of 64 columns, in rows of q and k, and
     PIECES_V: gl.constexpr,  # in those of v and dO
+    PARTS: gl.constexpr,  # 2 or 3
     N_COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
 ):
     """A program owns 128 rows of the result; row i meets the rows from i + lower to i + upper of the other side."""
-    own_smem = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
-    walked_smem = gl.allocate_shared_memory(gl.bfloat16, [3 * STAGES] + y_desc.block_type.shape, y_desc.layout)  # noqa: RUF005
+    own_smem = gl.allocate_shared_memory(gl.bfloat16, [PARTS * STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
+    walked_smem = gl.allocate_shared_memory(gl.bfloat16, [PARTS * STAGES] + y_desc.block_type.shape, y_desc.layout)  # noqa: RUF005
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -339,15 +372,16 @@ def _attention_float32_hopper_kernel(
     gl.warp_specialize([
         (_producer, (
             x_desc, y_desc, dx_desc, dy_desc, z_desc, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked,
-            n_heads, n_walked_heads, heads_per_section, lower, upper, RESULT, PIECES, PIECES_V, HAS_LOWER, HAS_UPPER)),
+            n_heads, n_walked_heads, heads_per_section, lower, upper, RESULT, PIECES, PIECES_V, PARTS,
+            HAS_LOWER, HAS_UPPER)),
         (_consumer, (
             out_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded,
             n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, scale, scale_log2,
-            RESULT, PIECES, PIECES_V, N_COLUMNS, HAS_LOWER, HAS_UPPER, 0)),
+            RESULT, PIECES, PIECES_V, PARTS, N_COLUMNS, HAS_LOWER, HAS_UPPER, 0)),
         (_consumer, (
             out_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded,
             n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, scale, scale_log2,
-            RESULT, PIECES, PIECES_V, N_COLUMNS, HAS_LOWER, HAS_UPPER, 1)),
+            RESULT, PIECES, PIECES_V, PARTS, N_COLUMNS, HAS_LOWER, HAS_UPPER, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
@@ -368,7 +402,7 @@ def forward(
     """Fill out and lse; query i meets the keys from i + lower to i + upper.
 
     Args:
-        q, k, v: in three parts, (3, batch, heads, length, columns), bfloat16, in rows that TMA can address.
+        q, k, v: in two or three parts, (parts, batch, heads, length, columns), bfloat16, in rows that TMA can address.
     """
     _fill("out", out, [(q, k)], v, lse, None, lower, upper, scale, v.shape[-1])
 
@@ -387,19 +421,17 @@ def backward(
     upper: int | None,
     scale: float,
 ) -> None:
-    """Fill the gradients, except those of no rows; the other arguments are those of `forward`.
+    """Fill the gradients; the other arguments are those of `forward`.
 
     Args:
-        dout, q, k, v: in three parts.
+        dout, q, k, v: in parts.
         lse_log2: of each query the logsumexp in base 2, (batch * heads, padded length), +inf past the end.
         delta: sum(dO * O) - dlse of each query, as lse_log2.
     """
     limits = lower, upper, scale, v.shape[-1]
-    if dk.numel() > 0:
-        _fill("dk", dk, [(k, q), (v, dout)], q, lse_log2, delta, *limits)
-        _fill("dv", dv, [(k, q)], dout, lse_log2, delta, *limits)
-    if dq.numel() > 0:
-        _fill("dq", dq, [(q, k), (dout, v)], k, lse_log2, delta, *limits)
+    _fill("dq", dq, [(q, k), (dout, v)], k, lse_log2, delta, *limits)
+    _fill("dk", dk, [(k, q), (v, dout)], q, lse_log2, delta, *limits)
+    _fill("dv", dv, [(k, q)], dout, lse_log2, delta, *limits)
 
 
 def _fill(
@@ -408,19 +440,22 @@ def _fill(
 ) -> None:  # fmt: skip
     """One row of the module's table: `pairs` are own rows and those that they meet, `values` what is added up."""
     batch, n_heads, n_own, n_columns = out.shape
-    _, _, n_walked_heads, n_walked, head_dim = pairs[0][1].shape
+    n_parts, _, n_walked_heads, n_walked, head_dim = pairs[0][1].shape
     if not _owns_queries(result):
         # What is the lower limit to queries is the upper one to keys.
         lower, upper = (None if limit is None else -limit for limit in (upper, lower))
-    tiles = [descriptor(x, [1, 1, 1, rows, 64]) for pair in pairs for x, rows in zip(pair, (OWN_ROWS, 64), strict=True)]
-    n_tiles = cdiv(n_own, OWN_ROWS)
+    rows = OWN_ROWS.value, 64
+    tiles = [descriptor(x, [1, 1, 1, n, 64]) for pair in pairs for x, n in zip(pair, rows, strict=True)]
+    n_tiles = cdiv(n_own, OWN_ROWS.value)
+    row_bytes = 2 * n_parts * (head_dim + head_dim_v)
     launch(
         _attention_float32_hopper_kernel,
         (batch * n_heads * n_tiles,),
         *tiles, *[None] * (4 - len(tiles)), descriptor(values, [1, 1, 1, 64, 64]), out, lse, delta,
         n_tiles, n_own, n_walked, lse.shape[-1], n_heads, n_walked_heads,
-        heads_of_section(batch * n_heads, max(1, n_walked_heads // n_heads), n_walked * 6 * (head_dim + head_dim_v)),
+        heads_of_section(batch * n_heads, max(1, n_walked_heads // n_heads), n_walked * row_bytes),
         *_limits(lower, upper, n_own, n_walked), out.stride(), scale, scale * LOG2_E,
-        RESULT=result, PIECES=cdiv(head_dim, 64), PIECES_V=cdiv(head_dim_v, 64), N_COLUMNS=n_columns, STAGES=STAGES,
-        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, num_warps=4,
+        RESULT=result, PIECES=cdiv(head_dim, 64), PIECES_V=cdiv(head_dim_v, 64), PARTS=n_parts,
+        N_COLUMNS=n_columns, STAGES=STAGES[n_parts], HAS_LOWER=lower is not None, HAS_UPPER=upper is not None,
+        num_warps=4,
     )  # fmt: skip
