@@ -674,8 +674,8 @@ except ValueError as error:
 # The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H100 and the H200, the
 # library has a second set. They serve what most models train with: float16 or bfloat16, with any mask that leaves each
 # query a key, and in the backward pass a head dimension over 16 (and short sequences have a kernel of their own,
-# further down). Where that does not hold, the kernels above stay in charge. Both sets compute the same formulas. What
-# changes is who waits for whom.
+# further down). float32 has one as well, at the end of this section. For all else the kernels above stay in charge.
+# Both sets compute the same formulas. What changes is who waits for whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
@@ -728,25 +728,6 @@ except ValueError as error:
 # Whoever needs those says so in torch's own words: after `torch.use_deterministic_algorithms(True)`, the kernel with
 # the one walk leaves :math:`dQ` out, and that of the queries makes it, which is seven products as well. (Without a GPU
 # it is the two walks from further up.)
-#
-# float32 has a kernel of its own. A product of its tiles is six products of bfloat16, as on page three, and a small
-# kernel cuts all numbers into their three parts beforehand. The parts take half as much memory again, so the rows of
-# two tiles with 256 columns would not fit into shared memory. This kernel holds 64 columns of them at a time. The rows
-# that a program owns come again with each tile, next to the rows they meet, out of the L2 cache: 72 KiB for
-# :math:`6 \cdot 128 \cdot 64 \cdot 64` multiplications, 43 for a byte. It is as many as with the tiles of
-# 128 :math:`\times` 256 of page three. What stays in registers are the sums, up to 256 columns of *one* result. So the
-# four results are four launches of the same walk:
-#
-# ==============  =======  ==========================================  ============================
-# result          walks    scores                                      adds up
-# ==============  =======  ==========================================  ============================
-# :math:`O`       keys     :math:`Q K^{\mathsf T}`                     :math:`P V`
-# :math:`dQ`      keys     :math:`Q K^{\mathsf T}`, and :math:`dP`     :math:`dS \, K`
-# :math:`dK`      queries  :math:`K Q^{\mathsf T}`, and :math:`dP`     :math:`dS^{\mathsf T} Q`
-# :math:`dV`      queries  :math:`K Q^{\mathsf T}`                     :math:`P^{\mathsf T} dO`
-# ==============  =======  ==========================================  ============================
-#
-# The gradients take eight products in place of five. The orders of addition are fixed, in every mode.
 
 half = [torch.randn(1, 1, 300, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
 torch.use_deterministic_algorithms(True)
@@ -755,6 +736,34 @@ torch.use_deterministic_algorithms(False)
 for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
     assert torch.equal(one, other)
     print(f"{name} repeats bit for bit")
+
+# %%
+# And float32, where sequences are not short and whatever the mask is. A product of its tiles is six products of
+# bfloat16, as on page three, so a small kernel cuts :math:`Q`, :math:`K`, :math:`V` and :math:`dO` into their three
+# parts beforehand. (:math:`P` and :math:`dS` are cut where they arise, in registers.) Then a single kernel does all the
+# rest, in one launch for each result:
+#
+# ==========  =========  ======================================================  ==============================
+# result      walks      first products                                          adds up
+# ==========  =========  ======================================================  ==============================
+# :math:`O`   keys       :math:`Q K^{\mathsf T}`                                 :math:`P V`
+# :math:`dQ`  keys       :math:`Q K^{\mathsf T}`, :math:`dO\, V^{\mathsf T}`     :math:`dS\, K`
+# :math:`dK`  queries    :math:`K Q^{\mathsf T}`, :math:`V dO^{\mathsf T}`        :math:`dS^{\mathsf T} Q`
+# :math:`dV`  queries    :math:`K Q^{\mathsf T}`                                 :math:`P^{\mathsf T} dO`
+# ==========  =========  ======================================================  ==============================
+#
+# So the gradients take three, three and two products, eight in the place of five. That buys room. The three parts of
+# 128 rows of 256 columns are 192 KiB, and those of 64 rows to meet them 96 KiB, but shared memory has 227 KiB for both.
+# Therefore nothing but a *piece* of 64 columns is there at a time: the rows that a program owns come again with each
+# tile, out of the L2 cache, next to the rows that they meet. A piece of both is 72 KiB for
+# :math:`6 \cdot 2 \cdot 128 \cdot 64 \cdot 64` operations, 85 for a byte, as many as in a tile of
+# 128 :math:`\times` 256 of page three; what is added up takes a third of that, 24 KiB for as many. Three such steps are
+# under way at a time, and registers hold the sums, up to 256 columns of *one* result. All additions have a fixed order,
+# in every mode.
+#
+# `torch.set_float32_matmul_precision("high")` allows products that are less exact: of TensorFloat-32, whose numbers
+# have 11 bits, or of two parts of bfloat16, says torch. We take the latter, three products of 16 bits, because that is
+# how this kernel works.
 
 # %%
 # First the memory, then the cache, then the waiting
@@ -1862,25 +1871,29 @@ for seq_len in (512, 1024, 4096, 16384):
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
 # FlexAttention's rate.
 #
-# In float32 a product of tiles is six of bfloat16. The forward pass runs at
-# :measured:`attention-fwd-causal-fp32: triton_gallery / torch at worst` to
-# :measured:`attention-fwd-causal-fp32: triton_gallery / torch at best` the rate of torch's own kernel, and the
-# backward pass at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at worst` to
-# :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. The shorter the sequence, the less of a walk
-# there is to share the start with. By head dimension, forward it is
-# :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at worst` to
-# :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at best`, and backward
-# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at worst` to
-# :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at best`. With 96 columns the kernel computes 128,
-# since a piece has 64. Six products leave a sixth of the rate of bfloat16 at most. The backward pass counts five and
-# makes eight, so five eighths of the forward pass's rate is what to expect of it. Short sequences are not cut
-# beforehand: `_attention_fwd_kernel` and its companions, in small tiles, cut what they have loaded, again for each
-# tile.
+# In float32 a product of tiles is six of bfloat16. The forward pass runs at :measured:`attention-fwd-causal-fp32:
+# triton_gallery / torch at worst` to :measured:`attention-fwd-causal-fp32: triton_gallery / torch at best` the rate of
+# torch's own kernel, and the backward pass at :measured:`attention-bwd-causal-fp32: triton_gallery / torch at worst` to
+# :measured:`attention-bwd-causal-fp32: triton_gallery / torch at best`. The longer the sequence, the less the cutting
+# takes, which grows with it, beside products that grow with its square. By head dimension, forward it is
+# :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at worst` to :measured:`attention-fwd-head-dims-fp32:
+# triton_gallery / torch at best`, and backward :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at
+# worst` to :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at best`. Of 32 columns the kernel computes
+# 64, and of 96 it computes 128, since a piece has 64. The backward pass counts five products and makes eight, so five
+# eighths of the forward pass's rate is what to expect of it. In the setting "high" torch's kernel keeps its rate, and
+# we are forward at :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at worst` to
+# :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at best` of it, backward at
+# :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at worst` to
+# :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at best`.
 #
-# The limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as many of them
-# for the same operations, which should keep its curves further from the limit. The backward pass has five products for
-# each exponential where the forward pass has two. But it has more tiles to keep at a time, in registers and shared
-# memory, and :math:`dQ` has to travel to memory and back. These are the other sweeps:
+# Below some hundred positions, or under a causal mask some two hundred, cutting does not pay, but for wide rows. Then,
+# and where queries are few, `_attention_fwd_kernel` and its companions cut what they have loaded, in small tiles, again
+# for each tile.
+#
+# In 16 bits the limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as
+# many of them for the same operations, which should keep its curves further from the limit. The backward pass has five
+# products for each exponential where the forward pass has two. But it has more tiles to keep at a time, in registers
+# and shared memory, and :math:`dQ` has to travel to memory and back. These are the other sweeps:
 
 for sweep_of, report in reports.items():
     if sweep_of not in (("fwd", 128, False), ("fwd", 128, True)):

@@ -1370,10 +1370,12 @@ def attention(
     Notes:
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
-        products follow :func:`torch.set_float32_matmul_precision`, as in :func:`matmul`. Memory beyond the outputs is
-        one number a query for the forward and two for the backward, the float32 gradient of q that Hopper's kernels
-        keep (see below), and, of float32 on Hopper, mostly 1.5 times what the inputs take, in parts of bfloat16
-        that its products are made of. To it come splits, where up to 64 queries (16 in float32, none in float64) share
+        products follow :func:`torch.set_float32_matmul_precision`, as in :func:`matmul`, but that "high" may mean
+        three products of bfloat16 on Hopper, which are more exact than one of TF32. Memory beyond the outputs is one
+        number a query for the forward and two for the backward, the float32 gradient of q that Hopper's kernels keep
+        (see below), and, of float32 on Hopper, mostly 1.5 times what q, k and v take, and in the backward what the
+        gradient of the output takes, too: the parts of bfloat16 that its products are made of (two thirds of that
+        with "high"). To it come splits, where up to 64 queries (16 in float32, none in float64) share
         512 keys or more and heads are few or shared, as in decoding: several programs share the keys, and each needs
         room for a float32 copy of the output. (On Hopper one query in each of many heads needs none, in 16 bits and
         without a limit to the left.) There splits also serve more queries, in 16 bits, where their tiles fill at most
