@@ -743,14 +743,12 @@ for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
 # parts beforehand. (:math:`P` and :math:`dS` are cut where they arise, in registers.) Then a single kernel does all the
 # rest, in one launch for each result:
 #
-# ==========  =========  ======================================================  ==============================
-# result      walks      first products                                          adds up
-# ==========  =========  ======================================================  ==============================
-# :math:`O`   keys       :math:`Q K^{\mathsf T}`                                 :math:`P V`
-# :math:`dQ`  keys       :math:`Q K^{\mathsf T}`, :math:`dO\, V^{\mathsf T}`     :math:`dS\, K`
-# :math:`dK`  queries    :math:`K Q^{\mathsf T}`, :math:`V dO^{\mathsf T}`        :math:`dS^{\mathsf T} Q`
-# :math:`dV`  queries    :math:`K Q^{\mathsf T}`                                 :math:`P^{\mathsf T} dO`
-# ==========  =========  ======================================================  ==============================
+# - :math:`O` walks the keys, multiplies :math:`Q K^{\mathsf T}` and adds up :math:`P V`.
+# - :math:`dQ` walks the keys, multiplies :math:`Q K^{\mathsf T}` and :math:`dO \, V^{\mathsf T}`, and adds up
+#   :math:`dS \, K`.
+# - :math:`dK` walks the queries, multiplies :math:`K Q^{\mathsf T}` and :math:`V dO^{\mathsf T}`, and adds up
+#   :math:`dS^{\mathsf T} Q`.
+# - :math:`dV` walks the queries, multiplies :math:`K Q^{\mathsf T}` and adds up :math:`P^{\mathsf T} dO`.
 #
 # So the gradients take three, three and two products, eight in the place of five. That buys room. The three parts of
 # 128 rows of 256 columns are 192 KiB, and those of 64 rows to meet them 96 KiB, but shared memory has 227 KiB for both.
