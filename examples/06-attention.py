@@ -1814,10 +1814,11 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions: {surplus:5.1%} more than is credited, forward {surplus / 2:5.1%}")
 
 # %%
-# So every causal curve begins low. At 16384 positions little of the difference is left. In our backward pass it has
-# even turned: with head dimension 128 it reaches :measured:`attention-bwd-d128-causal-fp16: triton_gallery at 16384`
-# with a mask and :measured:`attention-bwd-d128-fp16: triton_gallery at 16384` without, while forward the two are about
-# even; why, we have not measured. Our rate over cuDNN's is
+# So every causal curve begins low. At 16384 positions little of the difference is left. With head dimension 128 it has
+# even turned: the backward pass reaches :measured:`attention-bwd-d128-causal-fp16: triton_gallery at 16384` with a mask
+# and :measured:`attention-bwd-d128-fp16: triton_gallery at 16384` without, the forward pass
+# :measured:`attention-fwd-d128-causal-fp16: triton_gallery at 16384` and
+# :measured:`attention-fwd-d128-fp16: triton_gallery at 16384`; why, we have not measured. Our rate over cuDNN's is
 #
 # - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 #   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where

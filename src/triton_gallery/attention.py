@@ -1384,9 +1384,10 @@ def attention(
         float32 copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
         Hopper, and so may the output and the gradients be.
 
-        On Hopper, other 16-bit inputs take kernels of their own, if the mask leaves each query a key, and so does the
-        backward pass where the larger head_dim is more than 16, but for short sequences. With rows of up to 128 numbers
-        it keeps the gradient of q in float32 and adds it up in no fixed order.
+        On Hopper, float32 has a kernel of its own, but for short sequences and few queries. Other 16-bit inputs take
+        kernels of their own there, if the mask leaves each query a key, and so does their backward pass where the
+        larger head_dim is more than 16, but for short sequences. With rows of up to 128 numbers it keeps the gradient
+        of q in float32 and adds it up in no fixed order.
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 
