@@ -3,7 +3,7 @@
 #   VENV=        use the Python that is active, and install nothing (VENV=PATH: the environment at PATH, as it is)
 #   PYTHON=...   the Python that .venv is made with, or the active one; at least 3.11
 #   PAGE=...     one page of the gallery, such as 02-fused-softmax; to measure also one chapter, such as chapter-5
-#   WORKERS=2    processes that the tests share; auto takes one for each core
+#   WORKERS=2    processes that the tests share, auto for one a core; of what takes longer than make test auto is default
 #   GALLERY_URL= where the site is published, for the canonical links that search engines read
 
 VENV ?= .venv
@@ -24,9 +24,12 @@ PUBLISH = $(PY) docs/_ext/publish.py build/html "$(or $(DEST),build/site)" $(if 
 PAGES = $(or $(PAGE),*)
 # What a command waits for that executes one page, where PAGE names none
 WRONG_PAGE := $(if $(PAGE),$(if $(wildcard examples/$(PAGE).py),,page-is-missing))
+# What a command that measures waits for, where PAGE names neither a page nor a chapter
+WRONG_MEASURE := $(if $(filter-out chapter-%,$(PAGE)),$(WRONG_PAGE))
+MORE_WORKERS := $(or $(WORKERS),auto)
 WORKERS ?= 2
 
-.PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record outdated linkcheck clean check-site check-serve check-tests check-lint check-outdated check-gpu can-publish page-is-missing site-is-built
+.PHONY: help html html-fast page serve publish test test-site audit fuzz test-triton evidence lint bench record outdated linkcheck clean check-site check-serve check-tests check-lint check-outdated check-gpu can-publish page-is-missing triton-is-missing site-is-built
 .DEFAULT_GOAL := help
 # `make clean html`, with any number of jobs, means one after the other.
 .NOTPARALLEL:
@@ -37,7 +40,7 @@ help:  ## List these commands
 html: $(or $(INSTALLED),check-site)  ## Execute the pages that changed and build the site into build/html
 	$(SPHINX) docs build/html
 
-html-fast: $(WRONG_PAGE) $(or $(INSTALLED),check-site)  ## Build the site without executing pages; with PAGE=..., execute that one
+html-fast: $(WRONG_PAGE) $(or $(INSTALLED),check-site)  ## Build the site without executing the gallery's pages (the guide's code runs); with PAGE=..., execute that one
 	$(DRAFT) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) docs build/html
 
 page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
@@ -51,7 +54,7 @@ publish: can-publish html  ## Add the site to the versions in DEST=build/site as
 	$(PUBLISH)
 
 # Each of the processes has a core. More threads would wait for one another.
-test fuzz: export OMP_NUM_THREADS := 1
+test fuzz test-triton evidence: export OMP_NUM_THREADS := 1
 
 test: $(or $(INSTALLED),check-tests)  ## Run the tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --ignore tests/site
@@ -64,18 +67,18 @@ audit: site-is-built $(or $(INSTALLED),check-tests)  ## Rate the built site with
 	$(PY) -m pytest -n 0 -m slow -s tests/site
 
 fuzz: $(or $(INSTALLED),check-tests)  ## Test on some thousand inputs that hypothesis makes up anew, and run what else takes long
-	$(PY) -m pytest -n auto --dist loadgroup -m slow --ignore tests/site
+	$(PY) -m pytest -n $(MORE_WORKERS) --dist loadgroup -m slow --ignore tests/site
 
-test-triton: $(or $(INSTALLED),check-tests)  ## Compile every kernel with another Triton: make test-triton TRITON=3.9.0
+test-triton: $(if $(TRITON),,triton-is-missing) $(or $(INSTALLED),check-tests)  ## Compile every kernel with another Triton: make test-triton TRITON=3.9.0
 	$(PY) -m pip install --quiet --no-deps --target build/triton-$(TRITON) triton==$(TRITON)
-	PYTHONPATH="$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH)" $(PY) -m pytest -n auto --dist loadgroup tests/test_compilation.py
+	PYTHONPATH="$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH)" $(PY) -m pytest -n $(MORE_WORKERS) --dist loadgroup tests/test_compilation.py
 
 evidence: $(INSTALLED) check-gpu check-tests  ## Test on a GPU, with compute-sanitizer too, and write the tables to tests/records
 	@command -v compute-sanitizer >/dev/null || \
 	  { echo "make evidence: compute-sanitizer, of NVIDIA's CUDA toolkit, is not in the PATH" >&2; exit 1; }
 	rm -rf build/evidence && mkdir -p build/evidence
-	-$(PY) -m pytest -n auto --dist loadgroup -m "not slow" --ignore tests/site --junitxml=build/evidence/tests.xml
-	-$(PY) -m pytest -n auto --dist loadgroup -m slow --ignore tests/site --junitxml=build/evidence/fuzz.xml
+	-$(PY) -m pytest -n $(MORE_WORKERS) --dist loadgroup -m "not slow" --ignore tests/site --junitxml=build/evidence/tests.xml
+	-$(PY) -m pytest -n $(MORE_WORKERS) --dist loadgroup -m slow --ignore tests/site --junitxml=build/evidence/fuzz.xml
 	$(PY) tests/every_kernel.py >/dev/null  # compiles, which under a tool takes much longer
 	-for tool in memcheck racecheck initcheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --target-processes application-only \
@@ -90,10 +93,10 @@ lint: $(or $(INSTALLED),check-lint)  ## Check style, and the generated pages for
 	$(if $(VENV),$(VENV)/bin/)zizmor --offline --quiet .github
 	$(PY) -m sphinxlint -i docs/_generated -i docs/getting-started/tutorials -i docs/python-api/generated docs examples README.md
 
-bench: $(INSTALLED) check-gpu  ## Measure on a GPU into build/records; PAGE=... measures one page
+bench: $(WRONG_MEASURE) $(INSTALLED) check-gpu  ## Measure on a GPU into build/records; PAGE=... measures one page
 	$(call measure,build/records)
 
-record: $(INSTALLED) check-gpu  ## Measure on a GPU and rewrite the records that the package ships
+record: $(WRONG_MEASURE) $(INSTALLED) check-gpu  ## Measure on a GPU and rewrite the records that the package ships
 	$(call measure,src/triton_gallery/records)
 	$(PY) docs/_ext/gallery.py --picture docs/_static/attention.svg
 
@@ -129,6 +132,9 @@ site-is-built:
 page-is-missing:
 	@echo "make: $(if $(PAGE),examples has no page $(PAGE); )name the page, such as PAGE=02-fused-softmax" >&2; exit 1
 
+triton-is-missing:
+	@echo "make: name the version, such as make test-triton TRITON=3.9.0" >&2; exit 1
+
 # A constraint with a hash makes pip refuse every file without one, and a checkout has none. So there are steps: a pip that
 # knows such constraints, what builds the package, the package, torch without CUDA where pip is told where to find it (as
 # in CI; among files with a hash pip itself would take the larger), and what the package's extras ask for.
@@ -142,8 +148,9 @@ page-is-missing:
 	@{ sed -n '/^pip==/,/[^\\]$$/p' constraints.txt >.venv/pip.txt && $(PIP) --requirement .venv/pip.txt && \
 	  $(PIP) --constraint constraints.txt hatchling editables && \
 	  $(PIP) --no-deps --no-build-isolation --editable . && \
-	  { $(PIP) --constraint constraints.txt $(TORCH_CPU) || true; } && \
-	  $(PIP) --constraint constraints.txt "triton-gallery[test,lint]"; } >.venv/pip.log 2>&1 || \
+	  { $(PIP) --constraint constraints.txt $(TORCH_CPU) || test -z "$$PIP_EXTRA_INDEX_URL" || \
+	    echo "No torch without CUDA has its hash in constraints.txt for this Python; the larger one is installed." >&3; } && \
+	  $(PIP) --constraint constraints.txt "triton-gallery[test,lint]"; } 3>&2 >.venv/pip.log 2>&1 || \
 	  { grep ERROR .venv/pip.log | tail -n 1; \
 	    echo "triton-gallery: pip failed, see .venv/pip.log. No network? VENV= uses the active Python." >&2; exit 1; }
 	@touch $@

@@ -156,10 +156,13 @@ def test_page_runs_as_a_notebook_where_the_package_is_installed(page, installed,
 
 
 def test_a_notebook_installs_the_version_that_it_was_written_for(monkeypatch):
-    monkeypatch.delenv("GALLERY_REPOSITORY", raising=False)
+    for name in ("GALLERY_REPOSITORY", "GALLERY_REF"):
+        monkeypatch.delenv(name, raising=False)
     assert '%pip install --quiet "triton-gallery[examples]==1.2.3"' in gallery.first_cell("1.2.3")
     monkeypatch.setenv("GALLERY_REPOSITORY", "someone/gallery")
     assert '"triton-gallery[examples] @ git+https://github.com/someone/gallery@v1.2.3"' in gallery.first_cell("1.2.3")
+    monkeypatch.setenv("GALLERY_REF", "abc1234")
+    assert '"triton-gallery[examples] @ git+https://github.com/someone/gallery@abc1234"' in gallery.first_cell("1.2.3")
 
 
 @pytest.mark.parametrize(("version", "installs"), [("0.0.0", True), (triton_gallery.__version__, False)])

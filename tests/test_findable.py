@@ -132,6 +132,16 @@ def test_the_picture_for_links_shows_a_record_that_is_not_outdated(n_outdated, s
     assert findable._picture_shows().name == findable.PICTURE_SHOWS[shown]
 
 
+def test_the_picture_for_links_needs_no_record(tmp_path, monkeypatch):
+    def report(name):
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(gallery, "report", report)
+    assert findable._picture_shows() is None
+    findable.draw_picture(tmp_path / "social.png")
+    assert (tmp_path / "social.png").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("url", ["", "https://example.org", "https://example.org/a/"])
 def test_settings_follow_the_address(monkeypatch, url):
     monkeypatch.setenv("GALLERY_URL", url)

@@ -206,7 +206,7 @@ def test_outdated_names_what_measures_a_record_anew(monkeypatch):
     monkeypatch.setattr(benchmark, "kernel_digests", lambda name, **options: {"kernels": "0" * 16})
     line = next(line for line in gallery.outdated("vector-add-fp32") if line.startswith("nvidia-h200/"))
     assert line.startswith("nvidia-h200/vector-add-fp32: not yet measured since the kernels changed;")
-    assert line.endswith("; make record PAGE=01-vector-add")
+    assert line.endswith("; make record PAGE=01-vector-add on an NVIDIA H200")
     monkeypatch.setattr(benchmark, "kernel_digests", lambda name, **options: {})
     assert not list(gallery.outdated("vector-add-fp32"))
 

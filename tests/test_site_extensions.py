@@ -20,6 +20,7 @@ import publish
 import pytest
 import torch
 
+from triton_gallery import __version__
 from triton_gallery.benchmark import Report, load, slug
 
 # A machine that only measures has no Sphinx.
@@ -779,8 +780,10 @@ def test_publish_can_be_asked_before_there_is_a_site(tmp_path):
         command = [sys.executable, publish.__file__, "--check", tmp_path / "html", tmp_path / "site", name]
         return subprocess.run(command, capture_output=True, text=True)
 
-    done = ask("0.2.0")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+    for name in (__version__, f"v{__version__}", "main"):
+        done = ask(name)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+    assert ask("v99.0").stderr.endswith(f"and its tag v{__version__}, got v99.0\n")
     assert ask("stable").stderr == "publish: 'stable' cannot be a version's name\n"
 
 

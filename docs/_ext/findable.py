@@ -79,26 +79,29 @@ def _page_context(app, pagename, templatename, context, doctree) -> None:
 
 
 def _picture_shows():
+    """The report of the record in the picture; None where there is no such record yet."""
     from gallery import report
 
-    there, missing = [], []
+    there, broken = [], []
     for name in PICTURE_SHOWS:
         try:
             there.append(report(name))
+        except FileNotFoundError:
+            pass
         except ValueError as error:
-            missing.append(str(error))
-    if not there:
+            broken.append(str(error))
+    if broken and not there:
         # As in gallery.py: Sphinx would print these lines amid fifty of its own stack.
-        sys.exit("\n".join(missing))
-    return next((found for found in there if not found.outdated), there[0])
+        sys.exit("\n".join(broken))
+    return next((found for found in there if not found.outdated), there[0] if there else None)
 
 
 def draw_picture(path: Path) -> None:
     """What a link to the site shows where links show pictures: a record, so that it cannot go stale."""
     import matplotlib.pyplot as plt
 
-    found = _picture_shows()
-    found.plot()
+    if found := _picture_shows():
+        found.plot()
     figure = plt.gcf()
     figure.set_size_inches(12, 6.3)
     figure.suptitle("Triton Gallery", fontsize=32, fontweight="bold")
@@ -190,9 +193,9 @@ def _build_finished(app, exception) -> None:
 
 def _config(app, config) -> None:
     config.ogp_site_url = config.html_baseurl
-    record = _picture_shows().record
-    providers = dict.fromkeys(row["provider"] for row in record["rows"])
-    config.ogp_image_alt = f"{record['title']}: the rates of {', '.join(providers)}"
+    if found := _picture_shows():
+        providers = dict.fromkeys(row["provider"] for row in found.record["rows"])
+        config.ogp_image_alt = f"{found.record['title']}: the rates of {', '.join(providers)}"
     # The page for missing pages is shown at any depth.
     config.notfound_urls_prefix = urllib.parse.urlparse(config.html_baseurl).path or "/"
     if config.html_baseurl:

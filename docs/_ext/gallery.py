@@ -140,7 +140,8 @@ def outdated(names: str = "*") -> Iterator[str]:
     for path in sorted(SRC.glob(f"triton_gallery/records/*/{names}.json")):
         found = report(path.stem, path.parent.name)
         page = page_of(found.record)
-        remedy = f"make record PAGE={page}" if page else "no page has this benchmark any more: delete the record"
+        command = f"make record PAGE={page} on an {found.record['gpu']}"
+        remedy = command if page else "no page has this benchmark any more: delete the record"
         for status in found.status():
             yield f"{path.parent.name}/{path.stem}: {status}; {remedy}"
 
@@ -341,7 +342,8 @@ def fingerprint(page: Path, src: Path = SRC) -> str:
 def first_cell(version: str) -> str:
     """The first cell of every notebook: it installs the package that the page was written for, where it is missing."""
     repository = os.environ.get("GALLERY_REPOSITORY")
-    source = f" @ git+https://github.com/{repository}@v{version}" if repository else f"=={version}"
+    ref = os.environ.get("GALLERY_REF") or f"v{version}"
+    source = f" @ git+https://github.com/{repository}@{ref}" if repository else f"=={version}"
     return f"""\
 # This notebook goes with triton-gallery {version} and installs it where it is missing. Kernels run on the GPU; without
 # one, the import switches Triton's interpreter on, and they run on CPU tensors.
@@ -377,11 +379,18 @@ def _open_in_colab(app, pagename, templatename, context, doctree) -> None:
 # --- Sphinx -----------------------------------------------------------------------------------------------------------
 
 
+def _commit_is_known() -> bool:
+    """Whether a record could say what it measured. Otherwise pages show their figures, and none is kept."""
+    from triton_gallery.benchmark import environment
+
+    return environment()["commit"] != "unknown"
+
+
 def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
     import torch
     import triton
 
-    if torch.accelerator.is_available() and not triton.knobs.runtime.interpret:
+    if torch.accelerator.is_available() and not triton.knobs.runtime.interpret and _commit_is_known():
         # What the pages measure is kept beside the site; `make record` is what changes the committed records.
         os.environ.setdefault("TRITON_GALLERY_RECORDS", str(ROOT / "build" / "records"))
     _report_exits()

@@ -18,10 +18,11 @@ PYTHON, TORCH, TRITON = (3, 11), (2, 11), (3, 6)
 KERNELS = ("torch", "triton", "numpy")
 SPHINX = ("sphinx", "sphinx-gallery", "sphinx_rtd_theme", "sphinx-copybutton", "sphinx-design", "sphinxcontrib-bibtex")
 FINDABLE = ("sphinx-notfound-page", "sphinx-reredirects", "sphinx-sitemap", "sphinxext-opengraph", "markdownify")
+PYTEST = ("pytest", "pytest-xdist", "pytest-timeout")
 NEEDED = {
     "site": (*KERNELS, "matplotlib", "pandas", *SPHINX, *FINDABLE),
     "serve": (*KERNELS, "matplotlib", "pandas", *SPHINX, *FINDABLE, "sphinx-autobuild"),
-    "tests": (*KERNELS, "matplotlib", "pandas", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
+    "tests": (*KERNELS, "matplotlib", "pandas", *PYTEST, "hypothesis", "expecttest", "hatchling"),
     "lint": (*KERNELS, "ruff", "zizmor", "sphinx-lint"),
     "outdated": KERNELS,
     "gpu": (*KERNELS, "matplotlib", "pandas"),

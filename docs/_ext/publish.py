@@ -10,7 +10,7 @@ replaced. Without a name it is the checkout's tag, or its branch. DEST then hold
     0.1.0/ 0.2.0/ main/               the versions
     stable/                           a copy of the newest tag, at an address that stays
     index.html                        leads to the newest tag, or else to main
-    404.html                          the newest tag's
+    404.html                          the newest tag's, if it knew its address
     versions.html versions.js(on)     the list: for readers without scripts, for the pages' scripts, for programs
     .nojekyll                         tells GitHub Pages to serve folders such as _static
 
@@ -32,7 +32,9 @@ _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)
 _CANONICAL = re.compile(r'(<link rel="canonical" href="[^"]*/)stable(/[^"]*")')
 _STABLE = "stable"
 # Servers show this page of the root at any address, so its links are complete ones, into stable/, and stay as they are.
+# Where the site did not know its address, they begin at the server's root, where no version is.
 _NOT_FOUND = "404.html"
+_COLAB = "/blob/gh-pages/"
 _ROOT = ("versions.json", "versions.js", "versions.html", "index.html", ".nojekyll")
 
 
@@ -88,8 +90,9 @@ def publish(site: Path, dest: Path, name: str) -> None:
     if newest["kind"] == "tag" and newest["name"] == name:
         shutil.rmtree(dest / _STABLE, ignore_errors=True)
         shutil.copytree(dest / name, dest / _STABLE)
-        if (dest / name / _NOT_FOUND).exists():
-            shutil.copy(dest / name / _NOT_FOUND, dest)
+        not_found = dest / name / _NOT_FOUND
+        if not_found.exists() and '="/_static/' not in not_found.read_text(encoding="utf-8"):
+            shutil.copy(not_found, dest)
     _write_root(dest, versions)
 
 
@@ -147,6 +150,7 @@ def _in_version(text: str, page: str, name: str, versions: list[dict]) -> str:
     hidden = "" if banner else " hidden"
     text = _fill(text, "banner", f'<p class="version-banner" role="note" data-banner{hidden}>{banner}</p>{scripts}')
     text = _fill(text, "name", name)
+    text = text.replace(f"{_COLAB}{_STABLE}/", f"{_COLAB}{name}/")
     every = f'<p><a href="{root}versions.html">All versions</a></p>'
     text = _fill(text, "list", f"<div data-versions>{_list(versions, page, root, name)}</div>{every}")
     # Where the newest tag lacks a page, the page speaks for itself.
@@ -233,6 +237,8 @@ def main() -> None:
         if args.check_tag:
             return check_tag(args.check_tag, _package_version())
         name = args.version or name_of_checkout()
+        if kind_of(name) == "tag":
+            check_tag(f"v{name.removeprefix('v')}", _package_version())
         (check if args.check else publish)(args.site, args.dest, name)
     except (ValueError, OSError) as error:
         sys.exit(f"publish: {error}")

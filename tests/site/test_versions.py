@@ -171,6 +171,23 @@ def test_the_page_for_what_is_not_found_lies_at_the_root_as_it_was_built(sites, 
     assert not any("404.html" in version["pages"] for version in listed)
 
 
+def test_without_an_address_no_page_for_what_is_not_found_lies_at_the_root(sites, tmp_path):
+    with_page = shutil.copytree(sites["v0.1.0"], tmp_path / "site")
+    (with_page / "404.html").write_text('<link rel="stylesheet" href="/_static/gallery.css" />')
+    publish.publish(with_page, tmp_path / "published", "v0.1.0")
+    assert (tmp_path / "published" / "v0.1.0" / "404.html").exists()
+    assert not (tmp_path / "published" / "404.html").exists()
+
+
+def test_colab_opens_the_notebooks_of_the_version(sites, tmp_path):
+    site = shutil.copytree(sites["v0.1.0"], tmp_path / "site")
+    page = site / "index.html"
+    page.write_text(page.read_text().replace("<body", '<a href="https://x/blob/gh-pages/stable/a.ipynb"></a><body', 1))
+    publish.publish(site, tmp_path / "published", "main")
+    text = (tmp_path / "published" / "main" / "index.html").read_text()
+    assert "https://x/blob/gh-pages/main/a.ipynb" in text and "gh-pages/stable" not in text
+
+
 def test_order_of_versions():
     names = ["feature", "main", "0.9.0", "v0.10.0", "v1", "1.0rc2", "1.0rc10", "1.0b1", "v1.1.0-rc.1"]
     ordered = sorted(({"name": name} for name in names), key=publish._order)
