@@ -241,7 +241,8 @@ print("row 7 begins with", my_softmax(x[:8])[7, :4].tolist())
 #
 # .. math:: m_k = \max(m_{k-1}, x_k) \qquad s_k = s_{k-1} \, e^{m_{k-1} - m_k} + e^{x_k - m_k}
 #
-# because :math:`e^{x_j - m_{k-1}} e^{m_{k-1} - m_k} = e^{x_j - m_k}` for each term of the old sum. In Python:
+# from :math:`m_0 = -\infty` and :math:`s_0 = 0` on, because :math:`e^{x_j - m_{k-1}} e^{m_{k-1} - m_k} = e^{x_j - m_k}`
+# for each term of the old sum. In Python:
 
 
 def online_statistics(row):
@@ -390,13 +391,14 @@ plt.show()
 # slower one, but for rows of more than some 100,000 numbers on an H200.)
 #
 # A row whose length is no multiple of 8 (of 4 in float32) begins anywhere; we call such lengths *odd*. But 16 bytes at
-# once have to begin at a multiple of 16. This kernel reads from the start of the *cache line* in which the row begins,
-# the 128 bytes that a cache keeps together, and leaves out what belongs to the row before. So all its copies are 16
-# bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not three and parts of two. Its stores
-# are 16 bytes wide, too, but for both ends of a row. Such rows of 16 bits that do not take this kernel, shorter ones
-# and those on other GPUs, have one in `tl` that does much the same, if not even 2 divides their length: from 1025 to
-# 5113 numbers, and from 192 to 1024 where the matrix has 6 MiB or more. Page five explains how. The others are loaded 4
-# or 2 numbers at a time where that divides the length, and number by number where it does not.
+# once, from here on a *vector*, have to begin at a multiple of 16. This kernel reads from the start of the *cache line*
+# in which the row begins, the 128 bytes that a cache keeps together, and leaves out what belongs to the row before. So
+# all its copies are 16 bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not three and
+# parts of two. Its stores are 16 bytes wide, too, but for both ends of a row. Such rows of 16 bits that do not take
+# this kernel, shorter ones and those on other GPUs, have one in `tl` that does much the same, if not even 2 divides
+# their length: from 1025 to 5113 numbers, and from 192 to 1024 where the matrix has 6 MiB or more. Page five explains
+# how. The others are loaded 4 or 2 numbers at a time where that divides the length, and number by number where it does
+# not.
 #
 # Rows of up to 52 KiB have a program each, and a multiprocessor has room for at least four. All longer rows that come
 # here are cut into parts of up to 12 KiB, or 16 KiB where there would be too many of them; and of somewhat less where
@@ -442,8 +444,8 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 # loaded four at a time, stay in registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the
 # kernel with the chunks takes the place of both for 16-bit rows of more than 16384 columns and float32 rows of more
 # than 12288, if all together have 4 MiB, and for odd rows of 16 bits and over 8 KiB, if rows lie in memory as it needs.
-# Other kernels serve rows that are not dense, as the classes of an image's pixels are not, and rows that are few and
-# long. Both have sections below.
+# Other kernels serve rows that are not dense, as the classes of an image's pixels are not, or that lie at uneven
+# distances, and rows that are few and long. Sections below tell of them.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -456,18 +458,21 @@ except ValueError as error:
     print("ValueError:", error)
 
 # %%
-# The gradient is fused as well. With :math:`y` for the result and :math:`dy` for what arrives from above,
+# The gradient is fused as well. With :math:`y` for the result, an :math:`x_i` acts on every :math:`y_j` of its row: on
+# :math:`y_i` by its own exponential, and on all of them by the sum. Together it is :math:`\partial y_j / \partial x_i =
+# y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1 for :math:`i = j` and else 0. Multiplied with :math:`dy_j`,
+# which arrives from above, and summed over :math:`j`, it becomes
 #
 # .. math:: dx_i = y_i \left( dy_i - \sum_j dy_j \, y_j \right)
 #
-# is a reduction over the row and a pass over its elements, so its kernels look like those above: they read :math:`y`
-# and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64), and up to 32768 of
-# float16 and bfloat16 where all rows begin at a multiple of 8 bytes: their numbers wait for the sum as they were
-# loaded, two in a register. On Hopper longer rows wait in parts on several multiprocessors, if there are two or more of
-# them and 4 MiB together. Others are read twice, the second time from the L2 cache while they fit there. (So are, on
-# Hopper, 16-bit rows of 14337 to 24576 columns, and of 32769 to 49152, that all begin at a multiple of 8 bytes, if
-# there are more of them than multiprocessors; why, the measurement below tells.) Only :math:`y` has to be kept for it,
-# not :math:`x`.
+# That is a reduction over the row and a pass over its elements, so its kernels look like those above: they read
+# :math:`y` and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64), and up to
+# 32768 of float16 and bfloat16 where all rows begin at a multiple of 8 bytes: their numbers wait for the sum as they
+# were loaded, two in a register. On Hopper longer rows wait in parts on several multiprocessors, if there are two or
+# more of them and 4 MiB together. Others are read twice, the second time from the L2 cache while they fit there. (So
+# are, on Hopper, 16-bit rows of 14337 to 24576 columns, and of 32769 to 49152, that all begin at a multiple of 8 bytes,
+# if there are more of them than multiprocessors; why, the measurement below tells.) Only :math:`y` has to be kept for
+# it, not :math:`x`.
 
 x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
 dy = torch.randn_like(x)
@@ -946,13 +951,13 @@ report_short
 #
 # Can parts get around the second limit as well? Each part would have to stay on its multiprocessor between the two
 # kernels, and nothing stays there from one launch to the next. So it must be *one* launch, in which the programs of a
-# row tell each other what they have found. On Hopper the library does that, with the kernel of the chunks. Each
-# program takes the maximum and the sum of its part, writes the two into memory as a single number of 64 bits, and reads
-# there those of all other parts, again and again until the last one has come. (Before, a small kernel has filled the
-# mailboxes with NaNs that no arithmetic makes, so a message is told from none. The large kernel does not wait for the
-# small one to end: its copies are under way by then.) Then every program knows the row's statistics and writes its
-# part, which never left the multiprocessor (`hopper/exchange.py`). An answer takes its time, in which other programs of
-# the multiprocessor work.
+# row tell each other what they have found. On Hopper the library does that, with the kernel of the chunks. Each program
+# takes the maximum and the sum of its part, writes the two into memory as a single number of 64 bits, into a *mailbox*
+# for each part, and reads those of all other parts, again and again until the last one has come. (Before, a small
+# kernel has filled the mailboxes with NaNs that no arithmetic makes, so a message is told from none. The large kernel
+# does not wait for the small one to end: its copies are under way by then.) Then every program knows the row's
+# statistics and writes its part, which never left the multiprocessor (`hopper/exchange.py`). An answer takes its time,
+# in which other programs of the multiprocessor work.
 #
 # This is easy to say, and a danger. A program that waits does not make room for another. Were some parts of a row still
 # queueing for a place while the others, which have all the places, wait for them, they would do so for ever. There are
@@ -969,8 +974,9 @@ report_short
 # little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. Two launches are for what is left where
 # rows are few and have 128 KiB or more (beyond 32 rows, more than that): a single one, less together, longer ones,
 # float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next
-# row is no such multiple, and other GPUs; and for rows across memory of more than 2048 columns, or 1024 in float64 and
-# in the gradient. All others take the online kernel, or one of those for rows that a multiprocessor can hold.
+# row is no such multiple, and other GPUs; for rows across memory of more than 2048 columns, or 1024 in float64 and in
+# the gradient; and for dense rows of more than 1024 that lie at uneven distances, as in a slice of each matrix of a
+# batch. All others take the online kernel, or one of those for rows that a multiprocessor can hold.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.
@@ -1188,7 +1194,7 @@ for name, softmax in [("our kernel", my_softmax), ("zero-padded", zero_padded_so
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # 1823 rows make 456 tiles of four, the last with three rows. `rows < n_rows`, a part of `mask`, keeps the fourth from
-# being loaded and stored. A trace would show it, too: no lane is outside.
+# being loaded and stored. The trace shows it, too: no lane is outside.
 
 x = torch.randn(1823, 81, device=DEVICE)
 out = torch.empty_like(x)

@@ -128,13 +128,14 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # %%
 # Line by line:
 #
-# - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the least power of two that
-#   is no smaller than the row's length :math:`N`, so a tile always holds whole rows. In float16 the package makes tiles
-#   of 1024 numbers, a row of 1024 or 16 of 64, because with one short row to a program most threads would have nothing
-#   to do; where there are many rows of more than 128, tiles have two or four times as many.
+# - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the least power of two that is
+#   no smaller than the row's length :math:`N`, so a tile always holds whole rows. Of float16, in lengths that four
+#   divides, the package makes tiles of 1024 numbers, a row of 1024 or 16 of 64, because with one short row to a program
+#   most threads would have nothing to do; where there are many rows of more than 128, tiles have two or four times as
+#   many.
 # - `COMPUTE_DTYPE` is the dtype of the statistics, that of `rstd`: float32 here, and in the library float64 for float64
-#   input. What is loaded is widened at once, and narrowed again only by the last store.
-# - `weight` and `bias` are needed last and asked for first. Why, a section below says.
+#   input. `x` is widened before the first sum, weight and bias where they are used, and only the last store narrows.
+# - `weight` and `bias` are needed last, and asked for together with `x`. Why, a section below says.
 # - `mean` is :math:`\mu`. Lanes beyond the row's end were loaded as 0, and 0 adds nothing to a sum.
 # - `tl.where` puts those lanes back to 0 after the subtraction. They would hold :math:`-\mu` otherwise, and their
 #   squares would count in the variance.
@@ -181,7 +182,9 @@ torch.testing.assert_close(y, expected)
 #     \frac{\partial \mu}{\partial x_k} = \frac{1}{N}, \qquad
 #     \frac{\partial r}{\partial x_k} = -\frac{r^3}{2} \frac{\partial \sigma^2}{\partial x_k} = -\frac{r^2 \hat{x}_k}{N}
 #
-# Together they give the Jacobian of one row, :math:`N` numbers wide and :math:`N` high:
+# since :math:`\partial \sigma^2 / \partial x_k = 2 (x_k - \mu) / N`, and :math:`x_k - \mu = \hat{x}_k / r`. (That
+# :math:`\mu` moves with :math:`x_k` adds nothing to the variance: the distances from the mean sum to 0.) Together they
+# give the Jacobian of one row, :math:`N` numbers wide and :math:`N` high:
 #
 # .. math::
 #     \frac{\partial \hat{x}_j}{\partial x_k} =
@@ -391,7 +394,7 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 # A row of a million elements does not fit into the registers of one program. Then, unless several programs share it (a
 # section below says how), the statistics have to be collected on the way, as in the two loops above, but without their
 # flaw. Every lane follows Welford's recurrence over the elements that it meets, with :math:`m` the mean and :math:`S`
-# the sum of squared distances so far:
+# the sum of squared distances so far, both 0 at first:
 #
 # .. math:: m_k = m_{k-1} + \frac{x_k - m_{k-1}}{k}, \qquad S_k = S_{k-1} + (x_k - m_{k-1})(x_k - m_k)
 #
@@ -1034,10 +1037,10 @@ tg.codegen.inspect(
 )
 
 # %%
-# At this length both kernels are those with blocks, of which four hold a row, on the way forward and back. The backward
-# kernel holds `x`, `dy`, the weight and the sums for `dw` and `db`, all in float32, and uses the registers to match. On
-# NVIDIA's GPUs it has shared memory as well: that is where the loads of later rows wait, as 16-bit numbers, which the
-# pipelined loop started ahead of time.
+# At this length the forward kernel and the first one of the backward pass are those with blocks, of which four hold a
+# row. (The third of the table adds up the partial rows.) The backward kernel holds `x`, `dy`, the weight and the sums
+# for `dw` and `db`, all in float32, and uses the registers to match. On NVIDIA's GPUs it has shared memory as well:
+# that is where the loads of later rows wait, as 16-bit numbers, which the pipelined loop started ahead of time.
 #
 # Here is the kernel from the top of the page line by line, at 1024 columns, where a tile has four rows. The line with
 # `tl.where` became a select for each number, `FSEL` in SASS, and no branch.
@@ -1123,9 +1126,9 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 # %%
 # Your turn
 # ---------
-# 1. Copy the forward kernel and replace the line with `tl.where` by `x = x - mean[:, None]`. For which row lengths
-#    does the check still pass, on rows with a mean of 1? *Hint: how many lanes are padded when N is 512, and how many
-#    when it is 513?*
+# 1. Copy the forward kernel and replace the line with `tl.where` by `x = x - mean[:, None]`. For which row lengths does
+#    the check still pass, on rows with a mean of 1 and to within 1e-4? *Hint: how many lanes are padded when N is 512,
+#    and how many when it is 513?*
 # 2. Pass `None` for mean and bias to `_layer_norm_fwd_kernel`, and for the mean and the partial sums of `db` to
 #    `_layer_norm_bwd_kernel`. Compare with `torch.nn.functional.rms_norm`, with the same `eps` (its default differs).
 #    Which of the two directions is no longer taken out of the gradient, and why? *Hint: does adding a constant to a row
