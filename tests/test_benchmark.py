@@ -432,6 +432,15 @@ def test_perf_report_refuses_to_decorate_what_is_no_function(fn):
         benchmark.perf_report(make_benchmark(), title="Softmax")(fn)
 
 
+def test_perf_report_refuses_a_function_of_other_arguments():
+    message = "bench must take the arguments N, provider, M: missing a required argument: 'rows'"
+    with pytest.raises(TypeError, match=message):
+
+        @benchmark.perf_report(make_benchmark(), title="Softmax")
+        def bench(rows, provider, **sizes):
+            """Its first size has another name."""
+
+
 def test_perf_report_refuses_a_list_of_benchmarks():
     with pytest.raises(TypeError, match=r"must be one triton\.testing\.Benchmark, got list"):
         benchmark.perf_report([make_benchmark()], title="Softmax")

@@ -259,7 +259,7 @@ def test_grids_that_are_none_are_refused(grid, error, message, device):
 
 def test_a_grid_of_numpys_numbers(device):
     x, out = torch.arange(8.0, device=device), torch.empty(8, device=device)
-    trace = tg.trace(_copy_kernel, (np.int64(2),), x, out, 8, BLOCK=4)
+    trace = tg.trace(_copy_kernel, (np.int64(2),), x, out, 8, BLOCK=np.int64(4))
     assert trace.grid == (2, 1, 1) and "2 programs" in repr(trace)
     assert torch.equal(out, x)
 

@@ -542,6 +542,10 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     def decorate(fn: Callable) -> PerfReport:
         if not callable(fn) or not hasattr(fn, "__name__"):
             raise TypeError(f"perf_report: what it decorates must be a function, got {type(fn).__name__}")
+        try:
+            inspect.signature(fn).bind(**dict.fromkeys(names))
+        except TypeError as error:
+            raise TypeError(f"perf_report: {fn.__name__} must take the arguments {', '.join(names)}: {error}") from None
         return PerfReport(fn, benchmark, title, limit, rounds)
 
     return decorate

@@ -453,8 +453,8 @@ def _checked(signature: inspect.Signature, arguments: dict) -> dict:
         parameter = signature.parameters[name]
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise TypeError(f"trace: a kernel must name its arguments, this one has *{name}")
+        value = number(value)
         if "constexpr" not in str(parameter.annotation):
-            value = number(value)
             _check_value(name, value)
         checked[name] = value
     return checked

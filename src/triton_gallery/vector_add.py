@@ -232,9 +232,10 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
 
     Notes:
-        An alpha or a number that the result's dtype cannot hold wraps around in an integer and becomes infinity in a
-        float, where torch refuses some. Every sum is rounded once; with alpha or a number, float16 and bfloat16 are
-        computed in float32. (Next to a tensor without dimensions, a number is rounded to that tensor's dtype first.)
+        An alpha or a number that the result's dtype cannot hold wraps around in an integer and becomes infinity in
+        float32, where torch refuses some. Every sum is rounded once; with alpha or a number, float16 and bfloat16 are
+        computed in float32, and become infinity only where the sum is too large. (Next to a tensor without dimensions,
+        a number is rounded to that tensor's dtype first.)
         The gradients are those of the formula, summed over broadcast dimensions. Two tensors of the same dense layout
         are walked from end to end; broadcasting, strides, mixed dtypes, bool and alpha take a kernel that computes each
         element's address.
