@@ -232,10 +232,10 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 #
 # Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, one device. `triton_gallery.add` trusts
 # nobody. As `torch.add` it takes two tensors, or a tensor and a number; it promotes dtypes, broadcasts, scales by
-# `alpha`, has gradients, and refuses the rest in words. Where both tensors have the same dtype, fill their memory
-# without gaps and in the same order, and `alpha` is 1, it launches the kernel above, or a variant of it for lengths
-# that are no multiple of 16 (but neither for bool). Otherwise another one converts, scales, and works out the address
-# of each element from the strides.
+# `alpha`, has gradients, and refuses the rest in words. Where both tensors have the same shape and dtype, fill their
+# memory without gaps and in the same order, and `alpha` is 1, it launches the kernel above, or a variant of it for
+# lengths that are no multiple of 16 (but neither for bool). Otherwise another one converts, scales, and works out the
+# address of each element from the strides.
 
 matrix = torch.randn(5, 7, device=DEVICE, requires_grad=True)
 row = torch.randn(7, device=DEVICE, dtype=torch.float16, requires_grad=True)

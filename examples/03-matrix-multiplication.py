@@ -403,9 +403,9 @@ print({name: fetched(trace)[-1] for name, trace in traces.items()})
 #   float8 alone: after so many products, sums that the matrix unit keeps with fewer bits are added to those in float32.
 # - The loop has no barrier and no mention of shared memory. The compiler keeps the tiles of several steps there, so
 #   that the copies for the next rounds are under way while the matrix unit works on this one: `num_stages` steps where
-#   the matrix unit reads shared memory itself, as it does on Hopper and Blackwell, one fewer elsewhere. More stages
-#   hide more of the memory's latency, and take room from larger tiles. `num_stages` is a matter of the launch, as
-#   `num_warps` is; `my_matmul` leaves it at Triton's 3.
+#   the matrix unit reads shared memory itself, as it does on Blackwell, and on Hopper in tiles of 64 rows or more, one
+#   fewer elsewhere. More stages hide more of the memory's latency, and take room from larger tiles. `num_stages` is a
+#   matter of the launch, as `num_warps` is; `my_matmul` leaves it at Triton's 3.
 # - `pre_ptr` is for the gradient: GELU's, for example, needs the sums as they were before the activation. `PDL` is for
 #   products in parts, further down.
 # - `offs_k`, the rows and the batch are 64-bit numbers before they meet a stride, because a matrix may have more than
@@ -828,8 +828,8 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 # least 16 rows, most of which compute nothing; that is free as long as memory is what we wait for. What counts is how
 # many bytes a multiprocessor has on its way. Here the weight is dense along :math:`K`, and one row takes the small
 # kernel for vectors, which multiplies without the matrix unit and has no rows to waste. From 2 to 16 rows the library's
-# tiles for this layer are :math:`16 \times 64` on Hopper, with steps of 256 numbers. Three steps lie in shared memory
-# at a time, which is up to 96 KiB of the weights.
+# tiles for this layer are :math:`16 \times 64` on Hopper, with steps of 256 numbers. Of the four stages that the launch
+# asks for, three lie in shared memory at a time, which is up to 96 KiB of the weights.
 #
 # Here a layer of 4096 outputs and 14336 inputs gets one row, then two, four and so on, and the rate is that of all
 # bytes. (From two rows to 256 there are too few tiles for the GPU, 64 of them up to 16 rows, so :math:`K` is cut in
@@ -1352,16 +1352,16 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 # :measured:`matmul-fp32: triton_gallery / torch at 768` at 768³ and at :measured:`matmul-fp32: triton_gallery / torch
 # at 512` at 512³.
 #
-# The time of a thin product is that of reading its weight. We are ahead of torch or about even at all its sizes, at
-# :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row, :measured:`matmul-thin-fp16:
-# triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The
-# lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row reaches
-# :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles of the
-# matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. What one row shows
-# to be possible is missed by a few percent. The rest we think is the flush before each call, which leaves the L2 cache
-# full of numbers that still have to be written to memory and take a part of the bandwidth. A copy of as many bytes
-# suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at
-# 2`.
+# The time of a thin product is that of reading its weight, up to some 190 rows. We are ahead of torch or about even at
+# all sizes of the sweep, at :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
+# :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery /
+# torch at 32` for 32. The lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row
+# reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles
+# of the matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. What one row
+# shows to be possible is missed by a few percent. The rest we think is the flush before each call, which leaves the L2
+# cache full of numbers that still have to be written to memory and take a part of the bandwidth. A copy of as many
+# bytes suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many
+# bytes at 2`.
 #
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024`
 # torch's rate, where a third of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on

@@ -382,9 +382,9 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 #   three for a window. In the loop over full tiles, `part != 1` is known to be false, and no mask is computed.
 # - `row_max` is the maximum of the products :math:`q_i \cdot k_j`, before they are scaled. That is allowed because the
 #   scale is positive; `tg.attention` turns a negative one into a negative :math:`Q`.
-# - `p.to(out_ptr.dtype.element_ty)` narrows the probabilities to the inputs' dtype, which the matrix unit takes. They
-#   lie between 0 and 1. `acc` and `row_sum` remain in the dtype of `lse`: float32 here, and in the library float64 if
-#   the inputs are.
+# - `p.to(out_ptr.dtype.element_ty)` narrows the :math:`p_j` to the inputs' dtype, which the matrix unit takes. They lie
+#   between 0 and 1, as probabilities do. `acc` and `row_sum` remain in the dtype of `lse`: float32 here, and in the
+#   library float64 if the inputs are.
 # - `dot(p.to(...), v_tile, acc * rescale[:, None], ...)` is step four for :math:`a`. The rescaling is a product for
 #   each number of `acc`, not for each score, so the wider the tile of keys, the less it weighs.
 # - `other=0.0` in `_load_tile`: padded columns of :math:`Q` and :math:`K` add 0 to a score. Padded rows of :math:`V`
@@ -868,8 +868,8 @@ ladder
 # From 2048 positions on its own rate hardly changes. What it saves on both is the memory of the scores. For its rate it
 # depends on the cache instead, and the smaller the tile, the more it asks of that, and the smaller are the pieces that
 # it hands to the matrix unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at least, so tiles of 32 have to
-# make do with an older one. And what happens once for a tile of keys, the maximum, the rescaling, the wait for the next
-# tile, happens for every 32 keys. Speed comes with the tile, above all: 64 queries are
+# make do with an older one. And what happens once for a tile of keys, its loads and the wait for them, serves no more
+# than 32 queries. Speed comes with the tile, above all: with 64 queries, and tiles of keys as long as before, it is
 # :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
 # (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
@@ -1557,11 +1557,10 @@ decode_report
 # :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` of the limit it is as fast as a copy.
 #
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096`
-# cuDNN's rate. Everywhere else the two are about even, between
-# :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×32768` (one sequence of 32768 positions, 8 heads of
-# keys) and :measured:`attention-decode-fp16: triton_gallery / cuDNN at 20×8×4096` (twenty of 4096). The twenty
-# have the 160 heads of keys from above, and are as near to the limit as sixteen, which have 128:
-# :measured:`attention-decode-fp16: triton_gallery / limit at 20×8×4096`.
+# cuDNN's rate. Everywhere else the two are about even, between :measured:`attention-decode-fp16: triton_gallery / cuDNN
+# at 1×8×32768` (one sequence of 32768 positions, 8 heads of keys) and :measured:`attention-decode-fp16: triton_gallery
+# / cuDNN at 16×8×4096` (sixteen of 4096). Twenty of these have the 160 heads of keys from above, and are as near to the
+# limit as sixteen, which have 128: :measured:`attention-decode-fp16: triton_gallery / limit at 20×8×4096`.
 
 # %%
 # A piece of a prompt, all keys
@@ -1571,10 +1570,11 @@ decode_report
 # meet all keys. That is more than the tile of lanes above can hold, and still too few for the kernel for many queries:
 # 128 queries in each of 32 heads are 32 tiles, as before. On Hopper this kernel, too, can share out the keys. Where
 # there are at most half as many tiles of queries as multiprocessors, and enough keys, several programs walk a part of
-# the keys each. They write their part of the output in float32, with its logsumexp :math:`L_i`, and the same second
-# kernel joins them: the weight of a part is :math:`e^{L_i - L}`, so :math:`L_i` stands in for the maximum, and the sum
-# is 1. (There are no splits with a window to the left, nor with a causal mask that begins with query 0 at key 0, whose
-# first tiles have few keys. A mask that ends with the last query at the last key leaves each tile most of the cache.)
+# the keys each. They write their part of the output in float32, with the part's own logsumexp :math:`\ell`, and the
+# same second kernel joins them: the weight of a part is :math:`e^{\ell - L}`, so :math:`\ell` stands in for the
+# maximum, and the sum is 1. (There are no splits with a window to the left, nor with a causal mask that begins with
+# query 0 at key 0, whose first tiles have few keys. A mask that ends with the last query at the last key leaves each
+# tile most of the cache.)
 #
 # The sweep has 32 heads of queries, which share 8 heads of 32768 keys, and no mask. With 16 queries the lanes are just
 # full. From 32 on the kernel for Hopper has them, with four programs to a tile up to 128 queries and two with 256. 512
@@ -1814,11 +1814,13 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions: {surplus:5.1%} more than is credited, forward {surplus / 2:5.1%}")
 
 # %%
-# So every causal curve begins low. At 16384 positions little of the difference is left. With head dimension 128 it has
-# even turned: the backward pass reaches :measured:`attention-bwd-d128-causal-fp16: triton_gallery at 16384` with a mask
-# and :measured:`attention-bwd-d128-fp16: triton_gallery at 16384` without, the forward pass
-# :measured:`attention-fwd-d128-causal-fp16: triton_gallery at 16384` and
-# :measured:`attention-fwd-d128-fp16: triton_gallery at 16384`; why, we have not measured. Our rate over cuDNN's is
+# So every causal curve begins low. At 16384 positions nothing of the difference is left. It has even turned: with head
+# dimension 128 the backward pass reaches :measured:`attention-bwd-d128-causal-fp16: triton_gallery at 16384` with a
+# mask and :measured:`attention-bwd-d128-fp16: triton_gallery at 16384` without, the forward pass
+# :measured:`attention-fwd-d128-causal-fp16: triton_gallery at 16384` and :measured:`attention-fwd-d128-fp16:
+# triton_gallery at 16384`, and with 64 the backward pass :measured:`attention-bwd-d64-causal-fp16: triton_gallery at
+# 16384` and :measured:`attention-bwd-d64-fp16: triton_gallery at 16384`; why, we have not measured. Our rate over
+# cuDNN's is
 #
 # - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 #   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
@@ -1879,8 +1881,9 @@ for seq_len in (512, 1024, 4096, 16384):
 # triton_gallery / torch at best`, and backward :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at
 # worst` to :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at best`. Of 32 columns the kernel computes
 # 64, and of 96 it computes 128, since a piece has 64. The backward pass counts five products and makes eight, so five
-# eighths of the forward pass's rate is what to expect of it. In the setting "high" torch's kernel keeps its rate, and
-# we are forward at :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at worst` to
+# eighths of the forward pass's rate is what to expect of it. torch's curve is that of the setting it begins with. (In
+# "high" its kernel kept its rate when we tried; no record holds that.) In "high" we are forward at
+# :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at worst` to
 # :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at best` of it, backward at
 # :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at worst` to
 # :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at best`.
