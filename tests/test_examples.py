@@ -534,7 +534,13 @@ def test_a_page_that_fails_ends_the_build_and_is_named(build, lines, message):
     assert "01-good.py" not in run.stderr
 
 
-UNHEARD_OF = "report = tg.benchmark.perf_report(BENCHMARK, title='x')(print).run()\nreport.plot()\n\n# %%\n\nreport"
+UNHEARD_OF = """
+report = tg.benchmark.perf_report(BENCHMARK, title="x")(lambda n, p: 1).run()
+report.plot()
+
+# %%
+
+report"""
 
 
 @pytest.mark.parametrize("lines", [SHOWN, UNHEARD_OF], ids=["printing", "measured by nobody"])
