@@ -741,7 +741,7 @@ for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
 # And float32, where sequences are not short and whatever the mask is. A product of its tiles is six products of
 # bfloat16, as on page three, so a small kernel cuts :math:`Q`, :math:`K`, :math:`V` and :math:`dO` into their three
 # parts beforehand. (:math:`P` and :math:`dS` are cut where they arise, in registers.) Then a single kernel does all the
-# rest, in one launch for each result:
+# rest. Each launch of it makes one result:
 #
 # - :math:`O` walks the keys, multiplies :math:`Q K^{\mathsf T}` and adds up :math:`P V`.
 # - :math:`dQ` walks the keys, multiplies :math:`Q K^{\mathsf T}` and :math:`dO \, V^{\mathsf T}`, and adds up
@@ -750,14 +750,19 @@ for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
 #   :math:`dS^{\mathsf T} Q`.
 # - :math:`dV` walks the queries, multiplies :math:`K Q^{\mathsf T}` and adds up :math:`P^{\mathsf T} dO`.
 #
-# So the gradients take three, three and two products, eight in the place of five. That buys room. The three parts of
-# 128 rows of 256 columns are 192 KiB, and those of 64 rows to meet them 96 KiB, but shared memory has 227 KiB for both.
-# Therefore nothing but a *piece* of 64 columns is there at a time: the rows that a program owns come again with each
-# tile, out of the L2 cache, next to the rows that they meet. A piece of both is 72 KiB for
-# :math:`6 \cdot 2 \cdot 128 \cdot 64 \cdot 64` operations, 85 for a byte, as many as in a tile of
-# 128 :math:`\times` 256 of page three; what is added up takes a third of that, 24 KiB for as many. Three such steps are
-# under way at a time, and registers hold the sums, up to 256 columns of *one* result. All additions have a fixed order,
-# in every mode.
+# So the gradients take three, three and two products, eight in the place of five. That buys room: registers hold the
+# sums, up to 256 columns of *one* result. With head dimensions up to 128 the sums of two fit, so there one launch makes
+# :math:`dK` and :math:`dV`, and :math:`K Q^{\mathsf T}` once for both: seven products. All additions have a fixed
+# order, in every mode.
+#
+# Shared memory is the other limit. The three parts of 128 rows of 256 columns are 192 KiB, and those of 64 rows to meet
+# them 96 KiB, but it has 227 KiB for both. Therefore nothing but a *piece* of 64 columns is there at a time: the rows
+# that a program owns come again with each tile, out of the L2 cache, next to the rows that they meet. A piece of both
+# is 72 KiB for :math:`6 \cdot 2 \cdot 128 \cdot 64 \cdot 64` operations, 85 for a byte, as many as in a tile of 128
+# :math:`\times` 256 of page three; what is added up takes a third of that, 24 KiB for as many. Three such steps are
+# under way at a time. Pieces of 32 columns need as many bytes for an operation, but two narrow products in the place of
+# one, and are slower. They serve where half of a piece of 64 would be zeros, and these would cost more: for head
+# dimensions up to 32, and in three parts from 65 to 96.
 #
 # `torch.set_float32_matmul_precision("high")` allows products that are less exact: of TensorFloat-32, whose numbers
 # have 11 bits, or of two parts of bfloat16, says torch. We take the latter, three products of 16 bits, because that is
@@ -1879,13 +1884,12 @@ for seq_len in (512, 1024, 4096, 16384):
 # takes, which grows with it, beside products that grow with its square. By head dimension, forward it is
 # :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at worst` to :measured:`attention-fwd-head-dims-fp32:
 # triton_gallery / torch at best`, and backward :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at
-# worst` to :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at best`. Of 32 columns the kernel computes
-# 64, and of 96 it computes 128, since a piece has 64. The backward pass counts five products and makes eight, so five
-# eighths of the forward pass's rate is what to expect of it. torch's curve is that of the setting it begins with. (In
-# "high" its kernel kept its rate when we tried; no record holds that.) In "high" we are forward at
-# :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at worst` to
-# :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at best` of it, backward at
-# :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at worst` to
+# worst` to :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at best`. The backward pass counts five
+# products and makes seven, or eight beyond 128 columns, so five sevenths or five eighths of the forward pass's rate is
+# what to expect of it. torch's curve is that of the setting it begins with. (In "high" its kernel kept its rate when we
+# tried; no record holds that.) In "high" we are forward at :measured:`attention-fwd-head-dims-fp32: triton_gallery,
+# high / torch at worst` to :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at best` of it,
+# backward at :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at worst` to
 # :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at best`.
 #
 # Below some hundred positions, or under a causal mask some two hundred, cutting does not pay, but for wide rows. Then,

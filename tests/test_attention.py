@@ -735,7 +735,9 @@ def test_descriptors_are_left_alone_where_they_cannot_address(descriptors, name,
 @pytest.mark.gpu
 @MASK
 @pytest.mark.parametrize(
-    "head_dims", [(1, 1), (5, 33), (64, 64), (65, 65), (128, 20), (20, 128), (90, 192), (193, 256), (256, 256)], ids=str
+    "head_dims",
+    [(1, 1), (32, 20), (5, 33), (65, 90), (128, 128), (20, 128), (90, 192), (193, 256), (256, 256)],
+    ids=str,
 )
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 67), (129, 300), (640, 600)])
 def test_float32_in_parts(seq_q, seq_k, head_dims, mask, device, monkeypatch):
@@ -747,7 +749,7 @@ def test_float32_in_parts(seq_q, seq_k, head_dims, mask, device, monkeypatch):
 
 @pytest.mark.gpu
 @MASK
-@pytest.mark.parametrize("head_dims", [(40, 40), (128, 200), (256, 256)], ids=str)
+@pytest.mark.parametrize("head_dims", [(32, 20), (40, 40), (96, 96), (128, 200), (256, 256)], ids=str)
 def test_float32_in_two_parts_is_closer_than_tf32(head_dims, mask, device, monkeypatch):
     monkeypatch.setattr(module, "_num_parts", lambda *_: 2)
     monkeypatch.setitem(FLOOR, torch.float32, 5e-5)  # TF32 is off by 1e-3

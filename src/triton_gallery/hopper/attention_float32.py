@@ -9,11 +9,14 @@ rows of the tile again, whose products it adds up in registers. What differs sta
     dq      queries  keys     Q Kᵀ and dO Vᵀ    dS K
     dk      keys     queries  K Qᵀ and V dOᵀ    dSᵀ Q
     dv      keys     queries  K Qᵀ              Pᵀ dO
+    dkdv    keys     queries  K Qᵀ and V dOᵀ    dSᵀ Q, and Pᵀ dO
+
+The last does the work of two with one product less, for rows of at most 128 columns.
 
 A product of float32 tiles is six of bfloat16, of three parts of each number, as in `triton_gallery._dot`. Where TF32 is
 allowed, it is three of two parts, each of them 8 bits, which are still 5 bits more than TF32 has. Tensors are cut into
 parts beforehand. Three take half as much memory again as the number, and the rows of two tiles of 256 columns would not
-fit into shared memory. So it holds *pieces* of 64 columns: own rows come again with each tile, from the L2 cache,
+fit into shared memory. So it holds *pieces* of 64 or 32 columns: own rows come again with each tile, from the L2 cache,
 beside the rows that they meet.
 """
 
@@ -37,10 +40,17 @@ from .attention_forward import LOG2_E
 from .attention_gradients import _bounds, _limits, _tiles_to_walk, heads_of_section, own_tile
 
 OWN_ROWS = gl.constexpr(128)  # of a program; each of two consumers has 64
-STAGES = {2: 4, 3: 3}  # by parts: steps whose copies are under way, of 16 KiB of own rows a part, and 8 of walked ones
-PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-ROWS = gl.constexpr(gl.SliceLayout(1, PRODUCT.value))
-COLUMNS = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
+STAGES = {2: 4, 3: 3}  # by parts: steps whose copies are under way, of 64 columns; twice as many fit of 32
+MAX_PIECES_OF_BOTH = 4  # of 64 columns, of dK and dV in one walk: registers hold some three, and four still pay
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+COLUMNS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
+
+
+@gluon.constexpr_function
+def _sums_of(piece):
+    """The layout of sums of 64 rows and a piece's columns: a thread has the rows of its scores."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, piece, 16])
 
 
 @gluon.constexpr_function
@@ -50,7 +60,7 @@ def _owns_queries(result):
 
 @gluon.constexpr_function
 def _needs_dp(result):
-    return result in ("dq", "dk")
+    return result in ("dq", "dk", "dkdv")
 
 
 @gluon.jit
@@ -95,6 +105,7 @@ def _load_pieces(
 ):  # fmt: skip
     """Copies rows that meet, one piece of both a step; without own_desc the walked ones alone."""
     STAGES: gl.constexpr = full.shape[0]
+    PIECE: gl.constexpr = walked_desc.block_type.shape[4]
     OWN_BYTES: gl.constexpr = 0 if own_desc is None else own_desc.block_type.nbytes
     for i in gl.static_range(PIECES):
         stage = step % STAGES
@@ -103,9 +114,14 @@ def _load_pieces(
         for part in gl.static_range(PARTS):
             place = stage * PARTS + part
             if own_desc is not None:
-                async_load(own_desc, [part, batch, own_head, own_row, i * 64], full.index(stage), own_smem.index(place))
+                async_load(
+                    own_desc, [part, batch, own_head, own_row, i * PIECE], full.index(stage), own_smem.index(place)
+                )
             async_load(
-                walked_desc, [part, batch, walked_head, walked_row, i * 64], full.index(stage), walked_smem.index(place)
+                walked_desc,
+                [part, batch, walked_head, walked_row, i * PIECE],
+                full.index(stage),
+                walked_smem.index(place),
             )
         step += 1
     return step
@@ -131,6 +147,11 @@ def _producer(
             x_desc, y_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
             PIECES, PARTS,
         )  # fmt: skip
+        if RESULT == "dkdv":
+            step = _load_pieces(
+                None, dy_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
+                PIECES_V, PARTS,
+            )  # fmt: skip
         if _needs_dp(RESULT):
             step = _load_pieces(
                 dx_desc, dy_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
@@ -152,7 +173,7 @@ def _here(x):
 
 
 @gluon.jit
-def _operand(x):
+def _operand(x, PRODUCT: gl.constexpr):
     """A tile of bfloat16 as the left operand of a product, computed at this place too."""
     x = gl.convert_layout(x, gl.DotOperandLayout(0, PRODUCT, 2))
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2)
@@ -161,8 +182,9 @@ def _operand(x):
 @gluon.jit
 def _parts_of(smem, stage, consumer, APART: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
     """The parts of 64 rows of a piece: matrices in shared memory, APART of them apart, the consumer's one first."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    matrices = as_matrices(smem, STAGES * PARTS * APART, 64, 64, LAYOUT)
+    PIECE: gl.constexpr = smem.shape[5]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, PIECE], gl.bfloat16)
+    matrices = as_matrices(smem, STAGES * PARTS * APART, 64, PIECE, LAYOUT)
     first = stage * PARTS * APART + consumer
     if PARTS == 3:
         parts = matrices.index(first), matrices.index(first + APART), matrices.index(first + 2 * APART)
@@ -172,12 +194,13 @@ def _parts_of(smem, stage, consumer, APART: gl.constexpr, PARTS: gl.constexpr, S
 
 
 @gluon.jit
-def _product(a, b, KEEP_INFINITY: gl.constexpr):
+def _product(a, b, PRODUCT: gl.constexpr, KEEP_INFINITY: gl.constexpr):
     """a @ b of tiles in parts, added up as `triton_gallery._dot.dot` does: six products of three parts, three of two.
 
     Without KEEP_INFINITY, NaN may come of an infinite number: for what such a number makes NaN in another place.
     """
-    zeros = gl.zeros([64, 64], gl.float32, PRODUCT)
+    N_COLUMNS: gl.constexpr = b[0].shape[1]
+    zeros = gl.zeros([64, N_COLUMNS], gl.float32, PRODUCT)
     if len(a) == 3:
         token = warpgroup_mma(a[1], b[1], zeros, use_acc=False, is_async=True)
         token = warpgroup_mma(a[2], b[0], token, is_async=True)
@@ -199,7 +222,7 @@ def _scores(
 ):  # fmt: skip
     """The products of this consumer's rows with those of a tile, over all columns, and the next step."""
     STAGES: gl.constexpr = full.shape[0]
-    s = gl.zeros([64, 64], gl.float32, PRODUCT)
+    s = gl.zeros([64, 64], gl.float32, SCORES)
     for _ in range(PIECES):
         stage = step % STAGES
         x = _parts_of(own_smem, stage, CONSUMER, 2, PARTS, STAGES)
@@ -208,7 +231,7 @@ def _scores(
         if PARTS == 3:
             y_transposed = y_transposed + (y[2].permute((1, 0)),)  # noqa: RUF005
         mbarrier.wait(full.index(stage), phase(step, STAGES))
-        s += _product(x, y_transposed, KEEP_INFINITY)
+        s += _product(x, y_transposed, SCORES, KEEP_INFINITY)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     return s, step
@@ -216,24 +239,51 @@ def _scores(
 
 @gluon.jit
 def _add_products(sums, factor, p, walked_smem, full, empty, step, PARTS: gl.constexpr, KEEP_INFINITY: gl.constexpr):
-    """sums * factor + p @ z, of 64 columns of z a step, and the next step; a factor of None is 1."""
+    """sums * factor + p @ z, of a piece of z a step, and the next step; a factor of None is 1."""
     STAGES: gl.constexpr = full.shape[0]
+    SUMS: gl.constexpr = _sums_of(walked_smem.shape[5])
     p0, p1, p2 = three_bf16(p)
     if PARTS == 3:
-        operands = _operand(p0), _operand(p1), _operand(p2)
+        operands = _operand(p0, SUMS), _operand(p1, SUMS), _operand(p2, SUMS)
     else:
-        operands = _operand(p0), _operand(p1)
+        operands = _operand(p0, SUMS), _operand(p1, SUMS)
+    if factor is not None:
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
     added = ()
     for i in gl.static_range(len(sums)):
         # Opaque, so that each step computes its addresses: kept in registers they would push other values out.
         stage = opaque(step % STAGES)
         mbarrier.wait(full.index(stage), phase(step, STAGES))
-        product = _product(operands, _parts_of(walked_smem, stage, 0, 1, PARTS, STAGES), KEEP_INFINITY)
+        product = _product(operands, _parts_of(walked_smem, stage, 0, 1, PARTS, STAGES), SUMS, KEEP_INFINITY)
         mbarrier.arrive(empty.index(stage), count=1)
-        scaled = sums[i] if factor is None else sums[i] * factor[:, None]
+        scaled = sums[i] if factor is None else sums[i] * factor
         added = added + (_here(scaled + product),)  # noqa: RUF005
         step += 1
     return added, step
+
+
+@gluon.jit
+def _zero_sums(PIECES: gl.constexpr, PIECE: gl.constexpr):
+    sums = ()
+    for _ in gl.static_range(PIECES):
+        sums = sums + (gl.zeros([64, PIECE], gl.float32, _sums_of(PIECE)),)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def _store(sums, factor, is_empty, out_ptr, strides, head, n_heads, row, n_own, N_COLUMNS: gl.constexpr):
+    """Stores rows of a head of all batches: sums * factor, or 0 where is_empty; None stands for 1, and for nowhere."""
+    PIECE: gl.constexpr = sums[0].shape[1]
+    SUMS: gl.constexpr = _sums_of(PIECE)
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    out_ptr += (head // n_heads).to(gl.int64) * strides[0] + (head % n_heads).to(gl.int64) * strides[1]
+    for i in gl.static_range(len(sums)):
+        result = sums[i] if factor is None else sums[i] * factor
+        if is_empty is not None:
+            result = gl.where(is_empty, 0.0, result)
+        cols = i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, SUMS))
+        ptrs = out_ptr + rows.to(gl.int64)[:, None] * strides[2] + cols.to(gl.int64)[None, :] * strides[3]
+        gl.store(ptrs, result, mask=(rows < n_own)[:, None] & (cols < N_COLUMNS)[None, :])
 
 
 @gluon.jit
@@ -249,10 +299,10 @@ def _cut_off(x, other, row, col, n_walked, lower, upper, HAS_LIMIT: gl.constexpr
 
 @gluon.jit
 def _consumer(
-    out_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded, n_heads,
-    n_walked_heads, heads_per_section, lower, upper, out_strides, scale, scale_log2,
+    out_ptr, dv_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded,
+    n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, dv_strides, scale, scale_log2,
     RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, PARTS: gl.constexpr, N_COLUMNS: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, CONSUMER: gl.constexpr,
+    N_COLUMNS_V: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 rows of the result: keeps their sums in registers while the tiles of the other side pass by."""
     row, head, met, begin, end, n_met = _walk(
@@ -265,9 +315,9 @@ def _consumer(
     NEEDS_DP: gl.constexpr = _needs_dp(RESULT)
     HAS_LIMIT: gl.constexpr = HAS_LOWER or HAS_UPPER
 
-    sums = ()
-    for _ in gl.static_range(PIECES if NEEDS_DP else PIECES_V):
-        sums = sums + (gl.zeros([64, 64], gl.float32, PRODUCT),)  # noqa: RUF005
+    PIECE: gl.constexpr = walked_smem.shape[5]
+    sums = _zero_sums(PIECES if NEEDS_DP else PIECES_V, PIECE)
+    dv_sums = _zero_sums(PIECES_V, PIECE)
     if RESULT == "out":
         row_max = gl.full([64], -3.4028234663852886e38, gl.float32, ROWS)
         row_sum = gl.zeros([64], gl.float32, ROWS)
@@ -299,9 +349,11 @@ def _consumer(
             if is_cut:
                 # What is cut off may be NaN.
                 p = _cut_off(p, 0.0, row, i * 64, n_walked, lower, upper, HAS_LIMIT)
+            if RESULT == "dkdv":
+                dv_sums, step = _add_products(dv_sums, None, p, walked_smem, full, empty, step, PARTS, True)
             if NEEDS_DP:
                 dp, step = _scores(own_smem, walked_smem, full, empty, step, PIECES_V, PARTS, False, CONSUMER)
-                if RESULT == "dk":
+                if not _owns_queries(RESULT):
                     delta = gl.load(delta_ptr + tile_stats + gl.arange(0, 64, COLUMNS))[None, :]
                 p *= dp - delta
             sums, step = _add_products(sums, None, p, walked_smem, full, empty, step, PARTS, not NEEDS_DP)
@@ -311,22 +363,20 @@ def _consumer(
         row_sum = gl.where(is_empty, 1.0, row_sum)
         lse = gl.where(is_empty, float("-inf"), (row_max * scale_log2 + gl.log2(row_sum)) * 0.6931471805599453)
         gl.store(lse_ptr + head.to(gl.int64) * n_own + rows, lse, mask=rows < n_own)
-    out_ptr += (head // n_heads).to(gl.int64) * out_strides[0] + (head % n_heads).to(gl.int64) * out_strides[1]
-    for i in gl.static_range(len(sums)):
-        result = sums[i]
-        if RESULT == "out":
-            result = gl.where(is_empty[:, None], 0.0, result / row_sum[:, None])
-        elif NEEDS_DP:
-            result *= scale
-        cols = i * 64 + gl.arange(0, 64, COLUMNS)
-        ptrs = out_ptr + rows.to(gl.int64)[:, None] * out_strides[2] + cols.to(gl.int64)[None, :] * out_strides[3]
-        gl.store(ptrs, result, mask=(rows < n_own)[:, None] & (cols < N_COLUMNS)[None, :])
+        is_empty = gl.convert_layout(is_empty, gl.SliceLayout(1, _sums_of(PIECE)))[:, None]
+        factor = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, _sums_of(PIECE)))[:, None]
+    else:
+        is_empty = None
+        factor = scale if NEEDS_DP else None
+    _store(sums, factor, is_empty, out_ptr, out_strides, head, n_heads, row, n_own, N_COLUMNS)
+    if RESULT == "dkdv":
+        _store(dv_sums, None, None, dv_ptr, dv_strides, head, n_heads, row, n_own, N_COLUMNS_V)
 
 
 @gluon.jit(
     do_not_specialize=[
         "n_tiles", "n_own", "n_walked", "n_padded", "n_heads", "n_walked_heads", "heads_per_section", "lower", "upper",
-        "out_strides",
+        "out_strides", "dv_strides",
     ]
 )  # fmt: skip
 def _attention_float32_hopper_kernel(
@@ -336,6 +386,7 @@ def _attention_float32_hopper_kernel(
     dy_desc,  # the rows that they meet, or None
     z_desc,  # the rows whose products are added up
     out_ptr,  # (batch, n_heads, n_own, N_COLUMNS), float32
+    dv_ptr,  # (batch, n_heads, n_own, N_COLUMNS_V), float32, for "dkdv", whose out_ptr is that of dK, or None
     lse_ptr,  # (batch * n_heads, n_own), filled, for "out"; else of queries, in base 2: (batch * heads, n_padded)
     delta_ptr,  # (batch * heads, n_padded), of queries, or None for "out"; "dv" does not need it either
     n_tiles,  # of 128 own rows
@@ -348,13 +399,15 @@ def _attention_float32_hopper_kernel(
     lower,
     upper,
     out_strides,
+    dv_strides,
     scale,
     scale_log2,
     RESULT: gl.constexpr,  # a row of the module's table
-    PIECES: gl.constexpr,  # of 64 columns, in rows of q and k, and
+    PIECES: gl.constexpr,  # in rows of q and k, of as many columns as a tile of the descriptors
     PIECES_V: gl.constexpr,  # in those of v and dO
     PARTS: gl.constexpr,  # 2 or 3
     N_COLUMNS: gl.constexpr,
+    N_COLUMNS_V: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
@@ -375,13 +428,13 @@ def _attention_float32_hopper_kernel(
             n_heads, n_walked_heads, heads_per_section, lower, upper, RESULT, PIECES, PIECES_V, PARTS,
             HAS_LOWER, HAS_UPPER)),
         (_consumer, (
-            out_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded,
-            n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, scale, scale_log2,
-            RESULT, PIECES, PIECES_V, PARTS, N_COLUMNS, HAS_LOWER, HAS_UPPER, 0)),
+            out_ptr, dv_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked,
+            n_padded, n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, dv_strides, scale,
+            scale_log2, RESULT, PIECES, PIECES_V, PARTS, N_COLUMNS, N_COLUMNS_V, HAS_LOWER, HAS_UPPER, 0)),
         (_consumer, (
-            out_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded,
-            n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, scale, scale_log2,
-            RESULT, PIECES, PIECES_V, PARTS, N_COLUMNS, HAS_LOWER, HAS_UPPER, 1)),
+            out_ptr, dv_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked,
+            n_padded, n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, dv_strides, scale,
+            scale_log2, RESULT, PIECES, PIECES_V, PARTS, N_COLUMNS, N_COLUMNS_V, HAS_LOWER, HAS_UPPER, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
@@ -430,13 +483,17 @@ def backward(
     """
     limits = lower, upper, scale, v.shape[-1]
     _fill("dq", dq, [(q, k), (dout, v)], k, lse_log2, delta, *limits)
-    _fill("dk", dk, [(k, q), (v, dout)], q, lse_log2, delta, *limits)
-    _fill("dv", dv, [(k, q)], dout, lse_log2, delta, *limits)
+    if cdiv(q.shape[-1], 64) + cdiv(v.shape[-1], 64) <= MAX_PIECES_OF_BOTH:
+        _fill("dkdv", dk, [(k, q), (v, dout)], q, lse_log2, delta, *limits, dv)
+    else:
+        _fill("dk", dk, [(k, q), (v, dout)], q, lse_log2, delta, *limits)
+        _fill("dv", dv, [(k, q)], dout, lse_log2, delta, *limits)
 
 
 def _fill(
     result: str, out: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]], values: torch.Tensor,
     lse: torch.Tensor, delta: torch.Tensor | None, lower: int | None, upper: int | None, scale: float, head_dim_v: int,
+    dv: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """One row of the module's table: `pairs` are own rows and those that they meet, `values` what is added up."""
     batch, n_heads, n_own, n_columns = out.shape
@@ -445,17 +502,22 @@ def _fill(
         # What is the lower limit to queries is the upper one to keys.
         lower, upper = (None if limit is None else -limit for limit in (upper, lower))
     rows = OWN_ROWS.value, 64
-    tiles = [descriptor(x, [1, 1, 1, n, 64]) for pair in pairs for x, n in zip(pair, rows, strict=True)]
+    widest = max(head_dim, head_dim_v)
+    # Pieces of 64 columns are faster, unless half of one would be zeros, of one, or of two that take six products.
+    piece = 32 if widest <= 32 or (64 < widest <= 96 and n_parts == 3) else 64
+    tiles = [descriptor(x, [1, 1, 1, n, piece]) for pair in pairs for x, n in zip(pair, rows, strict=True)]
     n_tiles = cdiv(n_own, OWN_ROWS.value)
     row_bytes = 2 * n_parts * (head_dim + head_dim_v)
     launch(
         _attention_float32_hopper_kernel,
         (batch * n_heads * n_tiles,),
-        *tiles, *[None] * (4 - len(tiles)), descriptor(values, [1, 1, 1, 64, 64]), out, lse, delta,
+        *tiles, *[None] * (4 - len(tiles)), descriptor(values, [1, 1, 1, 64, piece]), out, dv, lse, delta,
         n_tiles, n_own, n_walked, lse.shape[-1], n_heads, n_walked_heads,
         heads_of_section(batch * n_heads, max(1, n_walked_heads // n_heads), n_walked * row_bytes),
-        *_limits(lower, upper, n_own, n_walked), out.stride(), scale, scale * LOG2_E,
-        RESULT=result, PIECES=cdiv(head_dim, 64), PIECES_V=cdiv(head_dim_v, 64), PARTS=n_parts,
-        N_COLUMNS=n_columns, STAGES=STAGES[n_parts], HAS_LOWER=lower is not None, HAS_UPPER=upper is not None,
+        *_limits(lower, upper, n_own, n_walked), out.stride(), (out if dv is None else dv).stride(),
+        scale, scale * LOG2_E,
+        RESULT=result, PIECES=cdiv(head_dim, piece), PIECES_V=cdiv(head_dim_v, piece), PARTS=n_parts,
+        N_COLUMNS=n_columns, N_COLUMNS_V=head_dim_v, STAGES=STAGES[n_parts] * 64 // piece,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None,
         num_warps=4,
     )  # fmt: skip
