@@ -354,11 +354,12 @@ def test_several_sizes_per_x(fake_gpu):
     ("x_vals", "xs"),
     [
         (2 ** np.arange(8, 10), [256, 512]),
+        (range(256, 513, 256), [256, 512]),
         ([np.int64(256), 512], [256, 512]),
         (np.array([[8, 16], [32, 64]]), ["8×16", "32×64"]),
         ([(np.int64(8), 16)], ["8×16"]),
     ],
-    ids=["array", "list", "rows", "tuple"],
+    ids=["array", "range", "list", "rows", "tuple"],
 )
 def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_GALLERY_RECORDS", str(tmp_path))
@@ -543,6 +544,11 @@ def test_load_prefers_the_gpu_at_hand(committed, present, chosen, records, fake_
         no_gpu(monkeypatch)
     fake_gpu["gpu"] = present
     assert benchmark.load("softmax-fp16").record["gpu"] == chosen
+
+
+def test_load_names_the_gpus_that_there_are(records):
+    with pytest.raises(FileNotFoundError, match=r"softmax-fp16: gpu must be one of nvidia-.*, got 'nvidia-h300'"):
+        benchmark.load("softmax-fp16", "nvidia-h300")
 
 
 def test_load_prefers_a_record_of_the_kernels_that_are_there(records, monkeypatch):
@@ -857,6 +863,15 @@ def test_roofline_refuses_other_types(records):
         benchmark.roofline("softmax-fp16", {"a": (1.0, 1.0)})
     with pytest.raises(TypeError, match="roofline: points must be a dict, got list"):
         benchmark.roofline(benchmark.load("softmax-fp16"), [(1.0, 1.0)])
+
+
+def test_roofline_refuses_what_was_not_measured(records, monkeypatch):
+    no_gpu(monkeypatch)
+    report = benchmark.perf_report(make_benchmark(plot_name="softmax-new"), title="Softmax")(
+        lambda N, provider, M: 1.0
+    ).run()
+    with pytest.raises(ValueError, match="roofline: report must be measured; softmax-new is "):
+        benchmark.roofline(report, {"a": (1.0, 1.0)})
 
 
 def test_roofline_takes_the_fastest_copy_of_that_gpu(records):

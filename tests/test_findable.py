@@ -105,7 +105,7 @@ def test_a_site_without_an_address_describes_its_pages_and_claims_no_address(bui
     assert page["description"] == page["og:description"] == "It has a_1 * b_1 and code:"
     assert page["og:title"] == "A page" and page["og:site_name"] == "Site"
     assert not any(name.startswith(("og:url", "og:image")) for name in [*home, *page])
-    assert {name: tags(out / f"{name}.html")["description"] for name in ("404", "search", "genindex")}
+    assert {name: tags(out / f"{name}.html")["description"] for name in findable.MADE} == findable.MADE
     assert not (out / "sitemap.xml").exists()
 
 
@@ -125,15 +125,8 @@ def test_a_site_that_has_no_address_any_more_loses_its_sitemap(build):
     assert not (build() / "sitemap.xml").exists()
 
 
-@pytest.mark.parametrize(("n_outdated", "shown"), [(0, 0), (1, 1), (2, 0)])
-def test_the_picture_for_links_shows_a_record_that_is_not_outdated(n_outdated, shown, monkeypatch):
-    outdated = findable.PICTURE_SHOWS[:n_outdated]
-    monkeypatch.setattr(gallery, "report", lambda name: SimpleNamespace(name=name, outdated=name in outdated))
-    assert findable._picture_shows().name == findable.PICTURE_SHOWS[shown]
-
-
 def test_the_picture_for_links_needs_no_record(tmp_path, monkeypatch):
-    def report(name):
+    def report(name, gpu):
         raise FileNotFoundError(name)
 
     monkeypatch.setattr(gallery, "report", report)

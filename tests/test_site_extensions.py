@@ -585,28 +585,6 @@ def test_kernels_of_an_unknown_module_name_the_page(build):
     assert "index.rst:4: ERROR: kernels: no module triton_gallery.nope in src/" in warnings
 
 
-def test_autodoc_shows_a_kernel_like_the_kernels_directive(build, tmp_path, monkeypatch):
-    (tmp_path / "kernel_module.py").write_text(
-        '''
-import triton
-import triton.language as tl
-
-
-@triton.jit
-def _kernel(x_ptr, n, scale=2.0, BLOCK: tl.constexpr = 8):
-    """Program i owns x[i]: out = a * b | c.
-
-    A second paragraph.
-    """
-'''
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    text, warnings = build(".. autofunction:: kernel_module._kernel\n", "kernels")
-    assert "kernel_module._kernel(x_ptr, n, scale=2.0, BLOCK: tl.constexpr = 8)" in text
-    assert "out = a * b | c." in text and "A second paragraph." in text
-    assert warnings.count("WARNING") == warnings.count("tl.constexpr")
-
-
 def test_measured_role(build, quote):
     text, warnings = build("It is :measured:`softmax-fp16: triton_gallery / torch at 4096` faster.\n", "measured")
     assert "It is 2.71× faster." in text
@@ -693,7 +671,7 @@ def _import(name: str):
 # --- preflight --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [kind for kind in preflight.NEEDED if kind != "gpu"])
+@pytest.mark.parametrize("kind", ["site", "serve", "tests", "outdated"])
 def test_preflight_accepts_this_environment(kind):
     assert preflight.problem(kind) is None
 

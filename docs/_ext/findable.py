@@ -6,7 +6,6 @@ the address and the picture in each page's head, need to know where the site wil
 
 import html
 import re
-import sys
 import textwrap
 import urllib.parse
 from pathlib import Path
@@ -19,7 +18,6 @@ from sphinx.errors import ExtensionError
 from sphinx.ext.viewcode import OUTPUT_DIRNAME
 
 PICTURE = "_static/social.png"
-PICTURE_SHOWS = "attention-fwd-d128-causal-fp16", "softmax-fp16"  # the first of these records that is not outdated
 ABOUT = "Triton kernels with torch's semantics, and an executable gallery that teaches how each one is written."
 # Pages that Sphinx makes itself, which have no text to describe them by
 MADE = {
@@ -80,20 +78,14 @@ def _page_context(app, pagename, templatename, context, doctree) -> None:
 
 def _picture_shows():
     """The report of the record in the picture; None where there is no such record yet."""
-    from gallery import report
+    from gallery import README_RECORD, report
 
-    there, broken = [], []
-    for name in PICTURE_SHOWS:
-        try:
-            there.append(report(name))
-        except FileNotFoundError:
-            pass
-        except ValueError as error:
-            broken.append(str(error))
-    if broken and not there:
-        # As in gallery.py: Sphinx would print these lines amid fifty of its own stack.
-        sys.exit("\n".join(broken))
-    return next((found for found in there if not found.outdated), there[0] if there else None)
+    try:
+        return report(*README_RECORD)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ExtensionError(str(error)) from None
 
 
 def draw_picture(path: Path) -> None:

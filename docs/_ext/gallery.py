@@ -41,7 +41,7 @@ EXAMPLES = ROOT / "examples"
 REFERENCES = ROOT / "docs" / "refs.bib"
 GUIDE = ROOT / "docs" / "programming-guide"
 
-# The record in the README's picture
+# The record in the README's picture, and in that of a link to the site
 README_RECORD = "attention-fwd-d128-causal-fp16", "nvidia-h200"
 
 _HEADER = "GALLERY_HEADER.rst"

@@ -3,18 +3,12 @@
 ``.. kernels:: triton_gallery.softmax`` documents every kernel that the module defines, in the order of the source. It
 reads the source and imports nothing, so a kernel for another GPU or another version of Triton has its place too.
 
-To autodoc a kernel is an object without a signature, and in interpreter mode without a docstring too. Two handlers
-take both from the Python function inside, so that ``.. autofunction::`` shows one kernel alike in both modes.
-
 Each function and each kernel links to its source, on a page that viewcode makes of the module. viewcode would import
 the module to find it; three handlers spare it that, and lead back from a kernel to where it is documented.
 """
 
 import ast
-import inspect
 import re
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 from docutils import nodes
@@ -23,7 +17,6 @@ from sphinx.ext.viewcode import OUTPUT_DIRNAME
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docstrings import prepare_docstring
 from sphinx.util.docutils import SphinxDirective
-from triton.runtime.jit import KernelInterface
 
 
 def kernels_in(source: str) -> list[ast.FunctionDef]:
@@ -56,24 +49,6 @@ class Kernels(SphinxDirective):
             lines += [f".. py:function:: {node.name}{signature_of(node)}", f"   :module: {module}", ""]
             lines += [f"   {line}" for line in docstring_of(ast.get_docstring(node, clean=False))] + [""]
         return self.parse_text_to_nodes("\n".join(lines))
-
-
-def function_of(obj: object) -> Callable | None:
-    """The Python function inside a kernel, compiled or interpreted; None for anything else."""
-    return obj.fn if isinstance(obj, KernelInterface) else None
-
-
-def _process_signature(app, what, name, obj, options, args, retann):
-    function = function_of(obj)
-    if function is None:
-        return None
-    return signature_of(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]), ""
-
-
-def _process_docstring(app, what, name, obj, options, lines) -> None:
-    function = function_of(obj)
-    if function is not None:
-        lines[:] = docstring_of(function.__doc__)
 
 
 def _path_of(module: str) -> Path:
@@ -112,13 +87,9 @@ def _source_context(app, pagename, templatename, context, doctree) -> None:
 
 
 def setup(app) -> dict:
-    app.setup_extension("sphinx.ext.autodoc")
     app.setup_extension("sphinx.ext.viewcode")
     app.add_directive("kernels", Kernels)
     app.connect("viewcode-find-source", _find_source)
     app.connect("viewcode-follow-imported", _follow_imported)
     app.connect("html-page-context", _source_context)
-    app.connect("autodoc-process-signature", _process_signature)
-    # Before napoleon, with priority 500, reads the docstring.
-    app.connect("autodoc-process-docstring", _process_docstring, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -8,38 +8,49 @@
     python docs/_ext/preflight.py outdated  the same for the list of outdated records
     python docs/_ext/preflight.py gpu       the same for measuring, and will kernels run on a GPU?
 
-It runs on any Python 3, so that an old one gets to say that it is old.
+What is needed stands in pyproject.toml. This runs on any Python 3, so that an old one gets to say that it is old.
 """
 
 import re
 import sys
+from pathlib import Path
 
-PYTHON, TORCH, TRITON = (3, 11), (2, 11), (3, 6)
-KERNELS = ("torch", "triton", "numpy")
-SPHINX = ("sphinx", "sphinx-gallery", "sphinx_rtd_theme", "sphinx-copybutton", "sphinx-design", "sphinxcontrib-bibtex")
-FINDABLE = ("sphinx-notfound-page", "sphinx-reredirects", "sphinx-sitemap", "sphinxext-opengraph", "markdownify")
-PYTEST = ("pytest", "pytest-xdist", "pytest-timeout")
-NEEDED = {
-    "site": (*KERNELS, "matplotlib", "pandas", *SPHINX, *FINDABLE),
-    "serve": (*KERNELS, "matplotlib", "pandas", *SPHINX, *FINDABLE, "sphinx-autobuild"),
-    "tests": (*KERNELS, "matplotlib", "pandas", *PYTEST, "hypothesis", "expecttest", "hatchling"),
-    "lint": (*KERNELS, "ruff", "zizmor", "sphinx-lint"),
-    "outdated": KERNELS,
-    "gpu": (*KERNELS, "matplotlib", "pandas"),
-}
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+# What is asked about, and the extra of the package that it needs. Tests of what is not installed are skipped.
+EXTRAS = {"site": "docs", "serve": "docs", "tests": "test-kernels", "lint": "lint", "outdated": None, "gpu": "examples"}
+
+
+def oldest_python():
+    return numbers(re.search('requires-python = ">=(.+)"', PYPROJECT.read_text(encoding="utf-8"))[1])
+
+
+def requirements(extra):
+    """The distributions that the package needs with this extra, and the oldest version that it takes of each."""
+    import tomllib
+
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    extras, oldest = project["optional-dependencies"], {}
+    left = [*project["dependencies"], *extras.get(extra, ())]
+    for requirement in left:
+        name, of_package, version = re.match(r"([\w-]+)(?:\[([\w-]+)\])?(?:>=([\d.]+))?", requirement).groups()
+        if of_package:
+            left += extras[of_package]
+        else:
+            oldest[name] = numbers(version or "")
+    return oldest
 
 
 def problem(kind):
     """What is missing, or None."""
-    if sys.version_info < PYTHON:
-        have, need = (".".join(map(str, version)) for version in (sys.version_info[:2], PYTHON))
+    if sys.version_info < oldest_python():
+        have, need = (".".join(map(str, version)) for version in (sys.version_info[:2], oldest_python()))
         return f"Python {need} or newer is needed, and {sys.executable} is {have}; name another: make PYTHON=python3.12"
     if kind == "python":
         return None
     from importlib import metadata
 
     versions = {}
-    for name in NEEDED[kind]:
+    for name, oldest in requirements(EXTRAS[kind]).items():
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -47,9 +58,9 @@ def problem(kind):
             versions[name] = version_of_module(name) if name == "triton" else None
         if versions[name] is None:
             return f"{name} is not installed for {sys.executable}; `make` without VENV= installs everything into .venv"
-    for name, oldest in (("torch", TORCH), ("triton", TRITON)):
         if numbers(versions[name]) < oldest:
-            return f"{name} {oldest[0]}.{oldest[1]} or newer is needed, and {sys.executable} has {versions[name]}"
+            need = ".".join(map(str, oldest))
+            return f"{name} {need} or newer is needed, and {sys.executable} has {versions[name]}"
     for requirement in metadata.requires("torch") or ():
         pin = re.match(r"(?:pytorch-)?triton(?:-\w+)?\s*==\s*([\d.]+)", requirement)
         if pin and numbers(pin[1]) != numbers(versions["triton"]):
@@ -95,7 +106,7 @@ def numbers(version):
 
 
 if __name__ == "__main__":
-    kinds = ["python", *NEEDED]
+    kinds = ["python", *EXTRAS]
     if sys.argv[1:] not in [[kind] for kind in kinds]:
         sys.exit(f"preflight: name one of {', '.join(kinds)}, got {' '.join(sys.argv[1:]) or 'nothing'}")
     message = problem(sys.argv[1])

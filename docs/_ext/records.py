@@ -191,8 +191,6 @@ def shown_in(html: str) -> dict | None:
 def _published(html: str, docname: str, live_to: Path | None = None) -> str:
     """The HTML of a report with links to the site's files; those of a report measured in this build are written now."""
     record = shown_in(html)
-    if record is None:
-        return html
     place = f"{slug(record['gpu'])}/{record['benchmark']}"
     committed = RECORDS / f"{place}.json"
     if live_to and not (committed.exists() and json.loads(committed.read_text(encoding="utf-8")) == record):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -330,7 +331,7 @@ class _Recorder:
         builder = interpreter.interpreter_builder
         patches = {name: functools.partial(getattr(self, name), getattr(builder, name)) for name in _OPERATIONS}
         convert = functools.partial(self.convert, interpreter._implicit_cvt)
-        with _replaced(builder, **patches), _replaced(interpreter, _implicit_cvt=convert):
+        with patch.multiple(builder, **patches), patch.object(interpreter, "_implicit_cvt", convert):
             yield
 
     def convert(self, convert: Callable, arg):
@@ -425,22 +426,6 @@ def _value(variable) -> np.ndarray | tuple:
     if isinstance(variable, tuple | tl.tuple):
         return tuple(map(_value, variable))
     return np.asarray(variable.value if isinstance(variable, tl.constexpr) else variable)
-
-
-@contextmanager
-def _replaced(place, **values) -> Iterator[None]:
-    """Give attributes of an object, a module or a class other values for a while."""
-    before = dict(vars(place))
-    for name, value in values.items():
-        setattr(place, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                setattr(place, name, before[name])
-            else:
-                delattr(place, name)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -544,6 +529,10 @@ def _interpreter_on() -> Iterator[None]:
     types = {value for value in types if value.__module__ == tl.core.__name__}
     before = [(place, dict(vars(place))) for place in (tl, tl.core, tl.math, *types)]
     interpreted = functools.cache(InterpretedFunction)
+
+    def call(self, *args, **kwargs):
+        return interpreted(self.fn)(*args, **kwargs)
+
     knobs = ExitStack()
     knobs.enter_context(triton.knobs.runtime.scope())
     try:
@@ -551,7 +540,7 @@ def _interpreter_on() -> Iterator[None]:
         for name, value in vars(tl.tensor).copy().items():
             if isinstance(value, JITFunction):  # x.sum() is tl.sum(x)
                 setattr(tl.tensor, name, functools.partialmethod(interpreted(value.fn)))
-        with _replaced(JITFunction, __call__=lambda self, *args, **kwargs: interpreted(self.fn)(*args, **kwargs)):
+        with patch.object(JITFunction, "__call__", call):
             yield
     finally:
         knobs.close()

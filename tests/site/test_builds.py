@@ -32,13 +32,13 @@ def site() -> Path:
     html = ROOT / "build" / "html"
     built = html / "searchindex.js"
     if not built.exists() or 'class="version-banner draft"' in (html / "index.html").read_text(encoding="utf-8"):
-        pytest.skip("NO SITE TO LOOK AT: run `make html` first")
+        pytest.skip("SITE NOT TESTED: run `make html` first")
     ignored = set(GENERATED)
     for folder in ("docs", "examples", "src"):
         for path in (ROOT / folder).rglob("*"):
             inside = ignored.isdisjoint(path.relative_to(ROOT).parts)
             if inside and path.is_file() and path.stat().st_mtime > built.stat().st_mtime:
-                pytest.skip(f"THE SITE IS OLDER THAN {path.relative_to(ROOT)}: run `make html` first")
+                pytest.skip(f"SITE NOT TESTED: it is older than {path.relative_to(ROOT)}: run `make html` first")
     return html
 
 

@@ -36,7 +36,7 @@ html_css_files = ["gallery.css"]
 """
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="NO CHROMIUM HERE: nobody looks at the versions' menu")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="SITE NOT TESTED: no Chromium on this machine")
 
 
 def build(folder: Path, pages: list[str], *options: str) -> Path:
