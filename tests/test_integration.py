@@ -371,6 +371,22 @@ def test_compiled_vmap(pair, device):
     )
 
 
+@PAIR
+def test_compiled_grad(pair, device):
+    """A graph ends before it: an operator has no rule for such transforms."""
+    torch._dynamo.reset()
+
+    def gradient(function):
+        return grad(lambda *args: function(*args).square().sum(), argnums=(0, 1, 2))
+
+    compiled = torch.compile(gradient(pair[0]), backend="aot_eager")
+    args = inputs(device)
+    torch.testing.assert_close(compiled(*args), gradient(pair[1])(*args), **TOLERANCE)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"not compiled inside of torch\.func\.grad"):
+        torch.compile(gradient(pair[0]), fullgraph=True, backend="aot_eager")(*args)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's own: of tracing, that sizes become constants
 @pytest.mark.parametrize("name", ["add", "softmax", "matmul", "matmul, fused", "layer_norm", "attention"])
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["constant", "parameter"])

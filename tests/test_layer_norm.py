@@ -660,6 +660,23 @@ def test_second_derivative_of_losses_that_are_not_linear(norm, device):
     torch.testing.assert_close(second(ours, x), second(torchs, x))
 
 
+@pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer_norm", "rms_norm"])
+def test_third_derivative(subtract_mean, device):
+    def third(function):
+        x = torch.linspace(-1, 2, 5, dtype=torch.float64, device=device).requires_grad_()
+        y = function(x).pow(3).sum()
+        for _ in range(3):
+            (y,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y
+
+    def formula(x):
+        x = x - x.mean() if subtract_mean else x
+        return x / (x.square().mean() + 1e-5).sqrt()
+
+    norm = tg.layer_norm if subtract_mean else tg.rms_norm
+    torch.testing.assert_close(third(lambda x: norm(x, 5, eps=1e-5)), third(formula))
+
+
 def test_second_derivative_of_some_gradients(device):
     x, w, b = (torch.randn(s, dtype=torch.float64, device=device, requires_grad=True) for s in ((4, 6), (6,), (6,)))
     dy = torch.randn_like(x)

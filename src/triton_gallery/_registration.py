@@ -52,6 +52,9 @@ def operator(
 
         @functools.wraps(launcher)
         def launch_or_dispatch(*args):
+            # An operator has no rule for the transforms that differentiate, so these calls are not compiled.
+            if torch.compiler.is_compiling() and _is_differentiated():
+                torch._dynamo.graph_break(msg=f"{public_name}: not compiled inside of torch.func.grad")
             # What is compiled finds the rule of a vmap at the operator, which then takes itself out of the way.
             if torch.compiler.is_compiling() or _dispatch_key_is_excluded(_VMAP):
                 return overload(*args)
@@ -79,6 +82,14 @@ def operator(
 
 _VMAP = torch._C.DispatchKey.FuncTorchBatched
 _dispatch_key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
+@torch.compiler.assume_constant_result
+def _is_differentiated() -> bool:
+    """Whether one of the transforms is ``torch.func.grad``, or another that differentiates."""
+    functorch = torch._C._functorch
+    levels = functorch.get_interpreter_stack() or ()
+    return any(level.key() in (functorch.TransformType.Grad, functorch.TransformType.Jvp) for level in levels)
 
 
 def _is_functionalized() -> bool:

@@ -1163,8 +1163,8 @@ def layer_norm(
         begin at a multiple of 16 bytes and have rows with a multiple of 16 bytes between them, like any new tensor; the
         gradients of others keep up to 4096 elements, and may be read number by number. The gradients are deterministic:
         the same inputs on the same GPU give the same bits. (How many rows there are may change the last bits of each.)
-        Second derivatives are supported by autograd, through torch operations, and not by the transforms of
-        ``torch.func``.
+        Derivatives of the second order and beyond are supported by autograd, through torch operations, and not by the
+        transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery
@@ -1208,7 +1208,7 @@ def rms_norm(
 
     Notes:
         The kernels are those of :func:`layer_norm`, with the mean left in: float32 sums (float64 for float64), rows of
-        any length (with a gradient below 2**31), deterministic gradients, second derivatives by autograd.
+        any length (with a gradient below 2**31), deterministic gradients, higher derivatives by autograd.
 
     Example:
         >>> import torch, triton_gallery
