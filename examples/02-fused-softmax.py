@@ -134,9 +134,9 @@ print(f"{math.log(torch.finfo(torch.float16).max):.1f} in float16")
 # The kernel that the library runs
 # --------------------------------
 #
-# This is the safe kernel, as `triton_gallery.softmax` runs it on rows of up to 1024 columns (but for many rows of odd
-# lengths, of which below). A program owns a *tile* of whole rows. (The hardware's own exponential is that of two;
-# `_exp` tells why it matters.)
+# This is the safe kernel, as `triton_gallery.softmax` runs it on rows of up to 1024 columns (but for large matrices
+# with an odd number of columns, of which below). A program owns a *tile* of whole rows. (The hardware's own exponential
+# is that of two; `_exp` tells why it matters.)
 
 # quote: triton_gallery.softmax._exp
 # quote: triton_gallery.softmax._softmax_fwd_kernel
@@ -196,7 +196,8 @@ plt.show()
 # - `other=-float("inf")` is the neutral element of what follows. It loses against every number in the maximum, and
 #   adds 0 to the sum. The section *Break it* shows what another choice does.
 # - `x.to(...)` twice: first to the dtype of the result, which is what torch's argument `dtype` means, then to
-#   float32. In float16 the sum of many exponentials stops growing at 2048, because 2048 + 1 rounds to 2048.
+#   float32. A number in float16 has 11 bits, so beside a sum of 1024 a term of 1/4 vanishes. float32 costs nothing
+#   here: the registers have 32 bits anyway.
 # - `tl.max(x, axis=1, keep_dims=True)` is :math:`m`, one number for each row of the tile. Threads reduce what they
 #   hold, threads of a warp exchange registers, and warps meet in shared memory; Triton writes all three steps.
 # - `_exp` takes the hardware's exponential, which is fast and may be off in the last digits of float32. Where the
@@ -360,8 +361,9 @@ plt.show()
 #   we come back for it, and later: drop this first. Where rows are aligned, the compiler makes asynchronous copies of
 #   these loads: copies to shared memory, which nobody waits for until the numbers are needed. There Triton 3.6 and 3.7
 #   drop the wish. What helps in any case is that few rows are under way: as long as all of them fit into the cache, the
-#   second walk costs a wait but no trip, and memory sees two again. That is why the library starts one or two programs
-#   for each multiprocessor, and lets them loop: with more rows at once, each would push the others out.
+#   second walk costs a wait but no trip, and memory sees two again. A multiprocessor has room for two programs of this
+#   kernel, as a section below counts. Where the rows of so many would push each other out, the library starts one for
+#   each multiprocessor, and lets it loop.
 # - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
 #   that memory need not wait for arithmetic.
 # - `row` is a 64-bit number, and so are the products with it.
@@ -390,15 +392,15 @@ plt.show()
 # copied a piece of a later row into each place as soon as it was free. It took more text, and in our trials it was the
 # slower one, but for rows of more than some 100,000 numbers on an H200.)
 #
-# A row whose length is no multiple of 8 (of 4 in float32) begins anywhere; we call such lengths *odd*. But 16 bytes at
-# once, from here on a *vector*, have to begin at a multiple of 16. This kernel reads from the start of the *cache line*
-# in which the row begins, the 128 bytes that a cache keeps together, and leaves out what belongs to the row before. So
-# all its copies are 16 bytes wide, and the 512 bytes that a warp copies at once are four whole lines, not three and
-# parts of two. Its stores are 16 bytes wide, too, but for both ends of a row. Such rows of 16 bits that do not take
-# this kernel, shorter ones and those on other GPUs, have one in `tl` that does much the same, if not even 2 divides
-# their length: from 1025 to 5113 numbers, and from 192 to 1024 where the matrix has 6 MiB or more. Page five explains
-# how. The others are loaded 4 or 2 numbers at a time where that divides the length, and number by number where it does
-# not.
+# A row whose length is no multiple of 8 (of 4 in float32) begins anywhere; we call such lengths *unaligned*. But 16
+# bytes at once, from here on a *vector*, have to begin at a multiple of 16. This kernel reads from the start of the
+# *cache line* in which the row begins, the 128 bytes that a cache keeps together, and leaves out what belongs to the
+# row before. So all its copies are 16 bytes wide, and the 512 bytes that a warp copies at once are four whole lines,
+# not three and parts of two. Its stores are 16 bytes wide, too, but for both ends of a row. Such rows of 16 bits that
+# do not take this kernel, shorter ones and those on other GPUs, have one in `tl` that does much the same, if not even 2
+# divides their length: from 1025 to 5113 numbers, and from 192 to 1024 where the matrix has 6 MiB or more. Page five
+# explains how. The others are loaded 4 or 2 numbers at a time where that divides the length, and number by number where
+# it does not.
 #
 # Rows of up to 52 KiB have a program each, and a multiprocessor has room for at least four. All longer rows that come
 # here are cut into parts of up to 12 KiB, or 16 KiB where there would be too many of them; and of somewhat less where
@@ -443,8 +445,8 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 # `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64 and 49152 of 16 bits that can be
 # loaded four at a time, stay in registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the
 # kernel with the chunks takes the place of both for 16-bit rows of more than 16384 columns and float32 rows of more
-# than 12288, if all together have 4 MiB, and for odd rows of 16 bits and over 8 KiB, if rows lie in memory as it needs.
-# Other kernels serve rows that are not dense, as the classes of an image's pixels are not, or that lie at uneven
+# than 12288, if all together have 4 MiB, and for unaligned rows of 16 bits and over 8 KiB, if rows lie in memory as it
+# needs. Other kernels serve rows that are not dense, as the classes of an image's pixels are not, or that lie at uneven
 # distances, and rows that are few and long. Sections below tell of them.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
@@ -456,6 +458,16 @@ try:
     tg.softmax(images, dim=4)
 except ValueError as error:
     print("ValueError:", error)
+
+# %%
+# Which kernels a call takes we can ask without the GPU in question, as a compiler is enough to answer (more of that
+# further down). For float16, on an A100 and on an H200:
+
+for shape in ((4096, 1024), (4096, 1025), (4096, 4096), (4096, 20000), (4096, 65536), (4, 65536)):
+    x_meta = torch.empty(shape, dtype=torch.float16, device="meta")
+    kernels = tg.codegen.inspect(tg.softmax, x_meta, targets=["sm_80", "sm_90"]).kernels
+    for gpu, target in (("A100", "sm_80"), ("H200", "sm_90")):
+        print(f"{shape} {gpu}: {', '.join(kernel.name for kernel in kernels if kernel.target == target)}")
 
 # %%
 # The gradient is fused as well. With :math:`y` for the result, an :math:`x_i` acts on every :math:`y_j` of its row: on
@@ -473,12 +485,22 @@ except ValueError as error:
 # are, on Hopper, 16-bit rows of 14337 to 24576 columns, and of 32769 to 49152, that all begin at a multiple of 8 bytes,
 # if there are more of them than multiprocessors; why, the measurement below tells.) Only :math:`y` has to be kept for
 # it, not :math:`x`.
+#
+# For :math:`y = \log \text{softmax}(x)` it is :math:`\partial y_j / \partial x_i = \delta_{ij} - e^{y_i}`, and so
+#
+# .. math:: dx_i = dy_i - e^{y_i} \sum_j dy_j
+#
+# The sum needs no :math:`y`, and :math:`y` is again all that has to be kept. A classifier's loss is :math:`-y_t` of the
+# right class :math:`t`, the *cross-entropy*. Then :math:`dy` is -1 at :math:`t` and 0 elsewhere, and :math:`dx` is the
+# softmax, less 1 at :math:`t`.
 
 x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
 dy = torch.randn_like(x)
 y = tg.softmax(x)
 (dx,) = torch.autograd.grad(y, x, dy)
 torch.testing.assert_close(dx, y * (dy - (dy * y).sum(dim=1, keepdim=True)))
+(dx,) = torch.autograd.grad(tg.log_softmax(x), x, dy)
+torch.testing.assert_close(dx, dy - y * dy.sum(dim=1, keepdim=True))
 
 # %%
 # How close to the limit?
@@ -646,11 +668,11 @@ report_log
 # %%
 # At the shortest vocabulary we run at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at 32000` the rate of
 # the faster of the two others, and at the longest at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at
-# 256000`. The odd length, with which each row begins somewhere else in its vectors, shows little: with it we are at
-# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate, between
-# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000` with 32000, whose rows lie in
-# parts forward and wait in registers backward, and :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as
-# many bytes at 128256` with 128256, in parts both ways.
+# 256000`. With the odd length each row begins somewhere else in its vectors. It is at
+# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate. The next
+# longer one, 128256, whose rows lie in parts both ways as its rows do, is at :measured:`softmax-log-fwd-bwd-bf16:
+# triton_gallery / copy of as many bytes at 128256`, and 32000, whose rows wait in registers backward, at
+# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000`.
 
 # %%
 # Eight trips, three trips, two
@@ -1072,9 +1094,10 @@ room = {
 print(f"programs of {threads} threads that have room:", room)
 
 # %%
-# So programs beyond these would not run sooner, they would queue. That is why the online kernel's programs loop over
-# rows, which makes it a *persistent kernel*: two are launched for each multiprocessor, or one where the rows of two
-# would push each other out of the L2 cache.
+# So programs beyond these would not run sooner, they would queue, and there are never more rows under way than two for
+# each multiprocessor. The online kernel's programs loop over rows, which makes it a *persistent kernel*, so that there
+# can be fewer: the library launches two for each multiprocessor, or one where the rows of two would push each other out
+# of the L2 cache.
 
 # %%
 # Line by line, the reductions are the ones to follow. `tl.max` is one operation in TTIR. In PTX it has become a chain
@@ -1104,10 +1127,10 @@ for each in (report, report_backward, report_log, report_across, report_short, r
 # :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 16 parts. With 131072 columns, in 32
 # parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other provider. The gradient is the exception:
-# at some powers of two `torch.compile` is ahead, and at worst ours runs at :measured:`softmax-bwd-fp16: triton_gallery
-# / torch.compile at worst` its rate.
+# at some lengths, most of them powers of two, `torch.compile` is ahead, and at worst ours runs at
+# :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at worst` its rate.
 #
-# Rows of odd length, which the kernel with the chunks reads by whole cache lines, lose little: with 16401 columns we
+# Unaligned rows, which the kernel with the chunks reads by whole cache lines, lose little: with 16401 columns we
 # reach :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16401` of a copy of as many bytes, with 16384
 # :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 16384`. At 3905 columns, moved in whole vectors by
 # `tl`, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 3905`. The lowest share is
@@ -1266,7 +1289,8 @@ assert not any(math.isnan(row_sum(x[0, :n], torch.finfo(torch.float32).min)) for
 # `my_softmax` passes one stride, the distance of rows, and takes for granted that columns are neighbours.
 # `torch.empty_like` takes over the strides of x for the result, too, so we ask for a contiguous one. With both strides
 # and that it is right. It is slow because the numbers of a row now lie far apart: a warp's 32 loads of 4 bytes hit 32
-# different lines of the cache, and of each 32 bytes that travel only 4 are used.
+# different lines of the cache, and of each 32 bytes that travel it uses 4. What saves some of the rest is that the
+# programs of neighbouring rows, which run at the same time, find theirs in the L2 cache.
 
 
 @triton.jit

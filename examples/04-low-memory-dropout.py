@@ -8,7 +8,7 @@ You will learn:
 
 - what a stored mask costs in bytes, in time and in memory that stays occupied
 - how a random generator without state works, and why it suits programs that run in any order
-- how to turn a probability into an exact comparison of integers
+- how to turn a probability into a comparison of integers
 - which test notices a mask that repeats
 """
 
@@ -134,7 +134,8 @@ assert philox(key=0, counter=0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DB
 # With such a function a mask can be computed wherever it is needed. Every element makes a call and takes its own index
 # for the counter. Triton has Philox built in: `tl.randint(seed, offsets)` makes the calls for a whole block of counters
 # and returns the first word of each. A word is one of :math:`2^{32}` integers, all equally likely, so we keep the
-# elements whose word is at least :math:`p \cdot 2^{32}`.
+# elements whose word is at least :math:`p \cdot 2^{32}`. (The words come as signed integers. `.to(tl.uint32,
+# bitcast=True)` leaves their 32 bits as they are and reads them without a sign: -1 becomes :math:`2^{32} - 1`.)
 
 
 @triton.jit
@@ -194,7 +195,8 @@ def draws(seed, n):
 # quote: triton_gallery.dropout._dropout_kernel
 
 # %%
-# Its launcher turns the probability into a threshold.
+# Its launcher turns the probability into a threshold. (For :math:`p = 1` the library's own writes zeros, and just below
+# that it takes :math:`2^{32} - 1`, the largest threshold of 32 bits.)
 
 
 def my_dropout(x, p, seed):
@@ -225,7 +227,8 @@ def my_dropout(x, p, seed):
 # - `counters` are 64-bit numbers, since `block_start` is one, and `tl.randint4x` spreads them over two words of
 #   Philox's counter. With one word the mask would start again after :math:`2^{35}` elements.
 # - `scale: tl.float64` fixes the argument's type. A Python float would arrive as float32, too coarse for float64
-#   tensors.
+#   tensors. `tl.full((), scale, COMPUTE_DTYPE)` is a block without dimensions, a single number, of the type that is
+#   computed in; a float64 as it is would make the whole product float64.
 
 # %%
 # The mask is what Philox says
@@ -407,17 +410,16 @@ ladder.plot()
 ladder
 
 # %%
-# Their bytes leave the first two versions at most what the list says. They reach
-# :measured:`dropout-ladder-fp16: steps in torch / limit at 268435456` and
-# :measured:`dropout-ladder-fp16: stored mask / limit at 268435456` of a copy's rate: torch's kernels take longer than
-# their bytes do. The third moves no byte in vain and falls short of a copy all the same, at
-# :measured:`dropout-ladder-fp16: a call for one / limit at 268435456` of its rate: some sixty instructions are more
-# than a GPU gets done while four bytes arrive. From here on the bytes stay as they are, and the instructions become
-# fewer, with a quarter of the calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an
-# eighth (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the
-# bytes, a further step has nothing to gain, and there we stop. Small tensors are there sooner: with 2²⁰ elements a call
-# for four is at :measured:`dropout-ladder-fp16: a call for four at 1048576`, and a call for eight at
-# :measured:`dropout-ladder-fp16: triton_gallery at 1048576`.
+# Their bytes leave the first two versions at most what the list says. They reach :measured:`dropout-ladder-fp16: steps
+# in torch / limit at 268435456` and :measured:`dropout-ladder-fp16: stored mask / limit at 268435456` of a copy's rate:
+# torch's kernels take longer than their bytes do. The third moves no byte in vain and falls short of a copy all the
+# same, at :measured:`dropout-ladder-fp16: a call for one / limit at 268435456` of its rate: some sixty instructions are
+# more than a GPU gets done while four bytes arrive. From here on the bytes stay as they are, and the instructions
+# become fewer, with a quarter of the calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and
+# then an eighth (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than
+# the bytes, a further step has nothing to gain, and there we stop. An H100, whose memory is slower, gets there with the
+# call for four. Small tensors do, too: with 2²⁰ elements a call for four is at :measured:`dropout-ladder-fp16: a call
+# for four at 1048576`, and a call for eight at :measured:`dropout-ladder-fp16: triton_gallery at 1048576`.
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
 # times, the second three times, and the last three once.
@@ -660,8 +662,9 @@ for dropout in (my_dropout, repeating_dropout):
 #    same word.)
 # 2. Give each matrix of a batch its own seed, from a tensor of seeds, in one launch. (Hint: `tl.load(seed_ptr +
 #    batch)`, and the counter starts from zero in each matrix.)
-# 3. Compare only 16 bits: the upper half of each word for one element, the lower half for the next. With which values
-#    of :math:`p` is the result still exact, and which test would tell you that it is not?
+# 3. Compare only 16 bits: the upper half of each word for one element, the lower half for the next. How far may the
+#    share of dropped elements be from :math:`p` then, and how far is it with 32 bits? How many elements would a test
+#    have to look at to see either?
 
 # %%
 # Solutions
@@ -723,29 +726,33 @@ assert torch.equal(out[0] == 0, out[2] == 0) and not torch.equal(out[0] == 0, ou
 # Solution 3: draws of 16 bits
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# A draw of 16 bits is one of 65536 numbers, so :math:`p` is exact if it is a multiple of :math:`2^{-16}`: for 0.5 and
-# 0.25, but not for 0.1, which becomes 6554/65536. No sample of sensible size would tell, since it is off by a few
-# millionths. Counting all possible draws does.
+# Of :math:`2^k` draws a whole number lies below the threshold, so the share is a multiple of :math:`2^{-k}`, and half
+# of that at most from :math:`p`. With 16 bits 0.1 becomes 6554/65536, six millionths too much. Of :math:`n` elements
+# the share that is dropped scatters by :math:`\sqrt{p (1 - p) / n}`, so to see an error of four such deviations takes
+# :math:`n = 16 \, p (1 - p) / \text{error}^2` elements.
 
 
 @triton.jit
-def half_words_kernel(draw_ptr, seed, BLOCK_SIZE: tl.constexpr):
-    counters = tl.program_id(0) * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
-    a, b, c, d = tl.randint4x(seed, counters)
+def half_words_kernel(x_ptr, out_ptr, n_elements, seed, threshold, scale, BLOCK_SIZE: tl.constexpr):
+    block_start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    a, b, c, d = tl.randint4x(seed, block_start // 8 + tl.arange(0, BLOCK_SIZE // 8))
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_SIZE // 2,)).to(tl.uint32, bitcast=True)
-    halves = tl.reshape(tl.join(words >> 16, words & 0xFFFF), (BLOCK_SIZE,))
-    tl.store(draw_ptr + tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE), halves.to(tl.int32))
+    halves = tl.reshape(tl.join(words >> 16, words & 0xFFFF), (BLOCK_SIZE,)).to(tl.int32)
+    offsets = block_start + tl.arange(0, BLOCK_SIZE)
+    x = tl.load(x_ptr + offsets, mask=offsets < n_elements)
+    tl.store(out_ptr + offsets, tl.where(halves >= threshold, x * scale, 0.0), mask=offsets < n_elements)
 
 
-halves = torch.empty(256, dtype=torch.int32, device=DEVICE)
-half_words_kernel[(2,)](halves, 7, BLOCK_SIZE=128)
-assert halves.tolist() == [draw >> 16 for draw in draws(7, 256)]
+x, p = torch.randn(1000, device=DEVICE), 0.1
+out = torch.empty_like(x)
+half_words_kernel[(1,)](x, out, 1000, 7, round(p * 2**16), 1 / (1 - p), BLOCK_SIZE=1024)
+halves = torch.tensor([draw >> 16 for draw in draws(7, 1000)], device=DEVICE)
+torch.testing.assert_close(out, torch.where(halves >= round(p * 2**16), x / (1 - p), 0.0))
 
-every_draw = torch.arange(2**16)
-for p in (0.5, 0.25, 0.1):
-    exact = (every_draw < round(p * 2**16)).double().mean().item() == p
-    print(f"p = {p}: {'exact' if exact else 'not exact'}")
-    assert exact == (p != 0.1)
+for bits in (16, 32):
+    error = abs(round(p * 2**bits) / 2**bits - p)
+    assert 0 < error <= 2.0 ** -(bits + 1)
+    print(f"{bits} bits: {p} is off by {error:.1e}, which {16 * p * (1 - p) / error**2:.0e} elements would show")
 
 # %%
 # References

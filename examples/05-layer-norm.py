@@ -1059,23 +1059,23 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
-# With longer rows the rate should rise. The curve of the backward pass does, but for a step where a new block begins:
-# from :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 it goes to :measured:`layer-norm-bwd-fp16:
-# triton_gallery at 6656` at 6656, where a fourth block of 2048 is mostly empty, and to :measured:`layer-norm-bwd-fp16:
-# triton_gallery at 8192` at 8192, where it is full. With a fifth one there are :measured:`layer-norm-bwd-fp16:
-# triton_gallery at 8704` at 8704, and a little more from there to 10240. Beyond 10240 a row of 16 bits and its sums no
-# longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in Gluon): `x`, `dy` and the
-# weight wait in shared memory, from where they can be read twice, and registers hold the sums alone. Up to 12288
-# columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer rows, and those of
-# more than 8192 32-bit numbers, are cut into parts, as in the forward pass. This time the programs of a row tell each
-# other their shares of the two sums that each element of `dx` needs. Each change of kernel is a step down in the curve:
-# from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 it goes to :measured:`layer-norm-bwd-fp16:
-# triton_gallery at 10752` at 10752, and from :measured:`layer-norm-bwd-fp16: triton_gallery at 12288` at 12288 to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 12800` at 12800, where parts begin. With these it rises to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 15360` at 15360, and ends a step lower, at
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 15872`. On other GPUs, and on Hopper where a row has more than 3
-# MiB, rows are cut into column blocks, and the row sums need a pass of their own over `x` and `dy`: five trips instead
-# of three.
+# With longer rows the rate should rise. The curve of the backward pass does, but on an H200 for a step where a new
+# block begins: from :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 it goes to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 6656` at 6656, where a fourth block of 2048 is mostly empty, and to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192, where it is full. With a fifth one there are
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and a little more from there to 10240. Beyond 10240 a
+# row of 16 bits and its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in
+# Gluon): `x`, `dy` and the weight wait in shared memory, from where they can be read twice, and registers hold the sums
+# alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer
+# rows, and those of more than 8192 32-bit numbers, are cut into parts, as in the forward pass. This time the programs
+# of a row tell each other their shares of the two sums that each element of `dx` needs. Each change of kernel is a step
+# down in the curve: from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 it goes to
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 10752` at 10752, and from :measured:`layer-norm-bwd-fp16:
+# triton_gallery at 12288` at 12288 to :measured:`layer-norm-bwd-fp16: triton_gallery at 12800` at 12800, where parts
+# begin. With these it rises to :measured:`layer-norm-bwd-fp16: triton_gallery at 15360` at 15360, and ends a step
+# lower, at :measured:`layer-norm-bwd-fp16: triton_gallery at 15872`. (On an H100, whose memory is slower, the steps all
+# but vanish behind the bytes.) On other GPUs, and on Hopper where a row has more than 3 MiB, rows are cut into column
+# blocks, and the row sums need a pass of their own over `x` and `dy`: five trips instead of three.
 #
 # With 8192 columns we reach, as shares of the rates of a copy of as many bytes and of the best other provider:
 #
@@ -1090,14 +1090,15 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 # autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
 #
 # At most lengths the strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each. At
-# 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate. From 8192
-# on it comes close at multiples of 2048: we run at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at
-# 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 10240` at 10240, at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288 and at
+# 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate. On an
+# H200, from 8192 on, it comes close at multiples of 2048: we run at :measured:`layer-norm-fwd-fp16: triton_gallery /
+# torch.compile at 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 10240`
+# at 10240, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288 and at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` at 14336. In between we are ahead by more, at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` its rate at 9216 and at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` at 13824. What makes that we have not found
-# out. Rows that wait in shared memory, as softmax's do, are no answer: on an H200 we tried programs of one row and of
+# out. On an H100 the two are level at most lengths from 6144 to 10240, and at some of them `torch.compile` is a little
+# ahead. Rows that wait in shared memory, as softmax's do, are no answer: on an H200 we tried programs of one row and of
 # two, and programs that stay and keep weight and bias in registers, and from 8192 columns on all were slower than this
 # kernel.
 #
@@ -1196,7 +1197,9 @@ torch.testing.assert_close(dw_partial.sum(dim=0), expected_dw, rtol=1e-4, atol=1
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # With 33 programs three quarters of the 132 multiprocessors of an H200 have nothing to do. With 1024, four rows for
 # each, the partial sums move two thirds of the bytes that all the rest does, and the second kernel has four times as
-# many rows to add up. Without a GPU we count, and check that the result does not depend on the number but for rounding.
+# many rows to add up as with 264. (Some of its time is our launcher's: it takes all 1024 in one tile of 16 columns, and
+# of two such tiles the registers of four warps do not hold all.) Without a GPU we count, and check that the result does
+# not depend on the number but for rounding.
 
 import functools
 
