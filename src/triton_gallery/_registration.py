@@ -84,12 +84,16 @@ _VMAP = torch._C.DispatchKey.FuncTorchBatched
 _dispatch_key_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
-@torch.compiler.assume_constant_result
 def _is_differentiated() -> bool:
     """Whether one of the transforms is ``torch.func.grad``, or another that differentiates."""
     functorch = torch._C._functorch
     levels = functorch.get_interpreter_stack() or ()
     return any(level.key() in (functorch.TransformType.Grad, functorch.TransformType.Jvp) for level in levels)
+
+
+# torch.compile calls it and takes the answer for a constant. This is ``torch.compiler.assume_constant_result``, without
+# its import of torch._dynamo.
+_is_differentiated._dynamo_marked_constant = True
 
 
 def _is_functionalized() -> bool:
