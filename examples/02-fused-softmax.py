@@ -363,7 +363,8 @@ plt.show()
 #   drop the wish. What helps in any case is that few rows are under way: as long as all of them fit into the cache, the
 #   second walk costs a wait but no trip, and memory sees two again. A multiprocessor has room for two programs of this
 #   kernel, as a section below counts. Where the rows of so many would push each other out, the library starts one for
-#   each multiprocessor, and lets it loop.
+#   each multiprocessor, and lets it loop. (Not on Hopper, whose memory is nearly as fast as its L2 cache: there a
+#   program for each row is faster then.)
 # - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
 #   that memory need not wait for arithmetic.
 # - `row` is a 64-bit number, and so are the products with it.
@@ -756,13 +757,15 @@ ladder
 # :measured:`softmax-ladder-fp16: triton_gallery / safe, in blocks at 32768` as fast.
 #
 # Three expectations were wrong. The unfused version stays at :measured:`softmax-ladder-fp16: unfused / limit at 131072`
-# of a copy's rate at the right end, where eight trips leave a quarter; we have not looked into why. And at 4096 columns
-# the naive curve and the safe one do meet; at 16384 the naive kernel reaches :measured:`softmax-ladder-fp16: naive, row
-# in registers / safe, row in registers at 16384` the other's rate, although it takes no maximum. But it takes
-# `tl.exp`, which in machine code is three instructions more for each number than the `_exp` of a 16-bit result, and it
-# divides each number by the sum, which is two more than the product by a reciprocal that is taken once in a row. Of
-# programs of 128 threads with so many registers each, a multiprocessor has room for few, and there is little for the
-# instructions to hide behind.
+# of a copy's rate at the right end, where eight trips leave a quarter. Timed one by one on an H200, two of its five
+# operations are why: the subtraction and the division take a column beside the matrix, one number for each row, and
+# torch's kernel for that reached two fifths of a copy's rate. (The maximum, which comes with its place, reached three
+# fifths, and the other two nearly all.) And at 4096 columns the naive curve and the safe one do meet; at 16384 the
+# naive kernel reaches :measured:`softmax-ladder-fp16: naive, row in registers / safe, row in registers at 16384` the
+# other's rate, although it takes no maximum. But it takes `tl.exp`, which in machine code is three instructions more
+# for each number than the `_exp` of a 16-bit result, and it divides each number by the sum, which is two more than the
+# product by a reciprocal that is taken once in a row. Of programs of 128 threads with so many registers each, a
+# multiprocessor has room for few, and there is little for the instructions to hide behind.
 #
 # And short rows do stay in the L2 cache for their second walk, but the online kernel does not gain from it what we
 # expected: at 4096 columns it reaches
@@ -1096,8 +1099,8 @@ print(f"programs of {threads} threads that have room:", room)
 # %%
 # So programs beyond these would not run sooner, they would queue, and there are never more rows under way than two for
 # each multiprocessor. The online kernel's programs loop over rows, which makes it a *persistent kernel*, so that there
-# can be fewer: the library launches two for each multiprocessor, or one where the rows of two would push each other out
-# of the L2 cache.
+# can be fewer: the library launches two for each multiprocessor. Where their rows would push each other out of the L2
+# cache it is one; or on Hopper one for each row, whose loop ends at once.
 
 # %%
 # Line by line, the reductions are the ones to follow. `tl.max` is one operation in TTIR. In PTX it has become a chain

@@ -462,18 +462,19 @@ ladder
 
 # %%
 # Twelve trips in place of two leave at most a sixth of a copy's rate, once a matrix is larger than the L2 cache; here
-# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Three trips to memory would leave two
-# thirds. The two loops do better on short rows, because the second loop still finds the row in a cache: of the rate of
-# a copy of as many bytes they reach :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at 2048`
-# at 2048 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at 8192` at 8192, and about
-# two thirds only at 12288, :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at 12288`. A row in
-# registers reaches :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes at 8192` at 8192.
-# Each round of a loop waits for loads of its own, where a program that asks for the whole row at once waits once. All
-# the same, the loops are the faster ones at 1024 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / row in
-# registers at 1024`, and by a little at 2048, :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at
-# 2048`. There it is the tile of our third kernel that decides, and not the trips. At 9216 columns, which
-# get a tile of 16384, the tile costs it more than its lead: it is at :measured:`layer-norm-fwd-ladder-fp16: row in
-# registers / copy of as many bytes at 9216` of a copy there.
+# it is :measured:`layer-norm-fwd-ladder-fp16: steps in torch / limit at 12288`. Four of the seven steps take a column
+# or a row beside the matrix, and such a step, timed alone on an H200, reached two fifths of a copy's rate. Three trips
+# to memory would leave two thirds. The two loops do better on short rows, because the second loop still finds the row
+# in a cache: of the rate of a copy of as many bytes they reach :measured:`layer-norm-fwd-ladder-fp16: two loops / copy
+# of as many bytes at 2048` at 2048 columns, :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many bytes at
+# 8192` at 8192, and about two thirds only at 12288, :measured:`layer-norm-fwd-ladder-fp16: two loops / copy of as many
+# bytes at 12288`. A row in registers reaches :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many
+# bytes at 8192` at 8192. Each round of a loop waits for loads of its own, where a program that asks for the whole row
+# at once waits once. All the same, the loops are the faster ones at 1024 columns,
+# :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at 1024`, and by a little at 2048,
+# :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at 2048`. There it is the tile of our third kernel
+# that decides, and not the trips. At 9216 columns, which get a tile of 16384, the tile costs it more than its lead: it
+# is at :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes at 9216` of a copy there.
 #
 # From the row in registers to the library no trip is saved. What changes are the tile and its warps. A row of 1024
 # columns is little work for a program of 8 warps, so the library takes four warps and gives them four rows. A row of
