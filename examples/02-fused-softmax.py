@@ -464,11 +464,13 @@ except ValueError as error:
 # Which kernels a call takes we can ask without the GPU in question, as a compiler is enough to answer (more of that
 # further down). For float16, on an A100 and on an H200:
 
-for shape in ((4096, 1024), (4096, 1025), (4096, 4096), (4096, 20000), (4096, 65536), (4, 65536)):
+shapes = (4096, 1024), (4096, 1025), (4096, 4096), (4096, 20000), (4096, 65536), (4, 65536)
+for shape in shapes:
     x_meta = torch.empty(shape, dtype=torch.float16, device="meta")
     kernels = tg.codegen.inspect(tg.softmax, x_meta, targets=["sm_80", "sm_90"]).kernels
     for gpu, target in (("A100", "sm_80"), ("H200", "sm_90")):
-        print(f"{shape} {gpu}: {', '.join(kernel.name for kernel in kernels if kernel.target == target)}")
+        names = [kernel.name for kernel in kernels if kernel.target == target]
+        print(f"{shape} {gpu}: {', '.join(names)}")
 
 # %%
 # The gradient is fused as well. With :math:`y` for the result, an :math:`x_i` acts on every :math:`y_j` of its row: on
