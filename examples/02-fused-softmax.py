@@ -361,10 +361,10 @@ plt.show()
 #   we come back for it, and later: drop this first. Where rows are aligned, the compiler makes asynchronous copies of
 #   these loads: copies to shared memory, which nobody waits for until the numbers are needed. There Triton 3.6 and 3.7
 #   drop the wish. What helps in any case is that few rows are under way: as long as all of them fit into the cache, the
-#   second walk costs a wait but no trip, and memory sees two again. A multiprocessor has room for two programs of this
-#   kernel, as a section below counts. Where the rows of so many would push each other out, the library starts one for
-#   each multiprocessor, and lets it loop. (Not on Hopper, whose memory is nearly as fast as its L2 cache: there a
-#   program for each row is faster then.)
+#   second walk costs a wait but no trip, and memory sees two again. An A100's multiprocessor has room for two programs
+#   of this kernel in float16, as a section below counts. Where the rows of so many would push each other out, the
+#   library starts one for each multiprocessor, and lets it loop (but not on Hopper, of which that section tells as
+#   well).
 # - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
 #   that memory need not wait for arithmetic.
 # - `row` is a 64-bit number, and so are the products with it.
@@ -1099,10 +1099,11 @@ room = {
 print(f"programs of {threads} threads that have room:", room)
 
 # %%
-# So programs beyond these would not run sooner, they would queue, and there are never more rows under way than two for
-# each multiprocessor. The online kernel's programs loop over rows, which makes it a *persistent kernel*, so that there
-# can be fewer: the library launches two for each multiprocessor. Where their rows would push each other out of the L2
-# cache it is one; or on Hopper one for each row, whose loop ends at once.
+# So programs beyond these would not run sooner, they would queue, and there are never more rows under way than those.
+# The online kernel's programs loop over rows, which makes it a *persistent kernel*, so that there can be fewer: the
+# library launches two for each multiprocessor, or one where their rows would push each other out of the L2 cache. (On
+# Hopper it is one for each row then, whose loop ends at once: on an H200 a third trip to memory turned out to cost less
+# than having few rows under way.)
 
 # %%
 # Line by line, the reductions are the ones to follow. `tl.max` is one operation in TTIR. In PTX it has become a chain

@@ -751,9 +751,9 @@ for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
 # - :math:`dV` walks the queries, multiplies :math:`K Q^{\mathsf T}` and adds up :math:`P^{\mathsf T} dO`.
 #
 # So the gradients take three, three and two products, eight in the place of five. That buys room: registers hold the
-# sums, up to 256 columns of *one* result. With head dimensions up to 128 the sums of two fit, so there one launch makes
-# :math:`dK` and :math:`dV`, and :math:`K Q^{\mathsf T}` once for both: seven products. All additions have a fixed
-# order, in every mode.
+# sums, up to 256 columns of *one* result. With head dimensions up to 128 one launch makes :math:`dK` and :math:`dV`,
+# and :math:`K Q^{\mathsf T}` once for both: seven products. (At 128 their sums do not quite fit. What the compiler puts
+# into memory costs less than another product.) All additions have a fixed order, in every mode.
 #
 # Shared memory is the other limit. The three parts of 128 rows of 256 columns are 192 KiB, and those of 64 rows to meet
 # them 96 KiB, but it has 227 KiB for both. Therefore nothing but a *piece* of 64 columns is there at a time: the rows
@@ -1885,11 +1885,13 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-fwd-head-dims-fp32: triton_gallery / torch at worst` to :measured:`attention-fwd-head-dims-fp32:
 # triton_gallery / torch at best`, and backward :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at
 # worst` to :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at best`. The backward pass counts five
-# products and makes seven, or eight beyond 128 columns, so five sevenths or five eighths of the forward pass's rate is
-# what to expect of it. torch's curve is that of the setting it begins with. (In "high" its kernel kept its rate when we
-# tried; no record holds that.) In "high" we are forward at :measured:`attention-fwd-head-dims-fp32: triton_gallery,
-# high / torch at worst` to :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at best` of it,
-# backward at :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at worst` to
+# products and makes seven, or eight beyond 128 columns, which alone would leave it five sevenths or five eighths of the
+# forward pass's rate. With short rows it has more, since the forward pass spends longer on its exponentials, and on
+# rescaling its sums. In two parts 96 columns are computed as 128. torch's curve is that of the setting it begins with.
+# (In "high" its kernel kept its rate when we tried; no record holds that.) In "high" we are forward at
+# :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at worst` to
+# :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at best` of it, backward at
+# :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at worst` to
 # :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at best`.
 #
 # Below some hundred positions, or under a causal mask some two hundred, cutting does not pay, but for wide rows. Then,

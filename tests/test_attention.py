@@ -736,7 +736,7 @@ def test_descriptors_are_left_alone_where_they_cannot_address(descriptors, name,
 @MASK
 @pytest.mark.parametrize(
     "head_dims",
-    [(1, 1), (32, 20), (5, 33), (65, 90), (128, 128), (20, 128), (90, 192), (193, 256), (256, 256)],
+    [(1, 1), (32, 20), (5, 33), (65, 90), (128, 128), (20, 128), (192, 64), (90, 192), (193, 256), (256, 256)],
     ids=str,
 )
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 67), (129, 300), (640, 600)])

@@ -17,7 +17,14 @@ from pathlib import Path
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 # What is asked about, and the extra of the package that it needs. Tests of what is not installed are skipped.
-EXTRAS = {"site": "docs", "serve": "docs", "tests": "test-kernels", "lint": "lint", "outdated": None, "gpu": "examples"}
+EXTRAS = {
+    "site": "docs",
+    "serve": "serve",
+    "tests": "test-kernels",
+    "lint": "lint",
+    "outdated": None,
+    "gpu": "examples",
+}
 
 
 def oldest_python():

@@ -39,7 +39,14 @@ function markSoon() {
 // From a folder the browser lets no page read another, so a search shows no passages there.
 if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
 
+// What a search shows of a page are its words: neither where to download it, nor formulas, whose letters run together.
+const NO_WORDS = /<div class="sphx-glr-download-link-note[\s\S]*?<\/div>|<math[\s\S]*?<\/math>/g;
+
 document.addEventListener("DOMContentLoaded", () => {
+  if (typeof Search !== "undefined") {
+    const { htmlToText } = Search;
+    Search.htmlToText = (html, anchor) => htmlToText(html.replace(NO_WORDS, ""), anchor);
+  }
   if (choices.includes(root.dataset.mode)) choose(root.dataset.mode);
   for (const button of document.querySelectorAll(".theme-choice")) button.addEventListener("click", chooseNext);
 

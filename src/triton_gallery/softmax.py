@@ -48,7 +48,7 @@ _MIN_STEPS_OF_PARTS = 16
 _PART_BLOCKS = 4
 # A float32 sum of thousands of numbers, one after another, loses digits: no lane adds up more of a part than this.
 _MAX_STEPS_OF_PARTS = 64
-# The second walk over a row should find it in the L2 cache, so all rows in flight together stay below this.
+# The second walk over a row should find it in the L2 cache: so many bytes of rows may be under way.
 _L2_BYTES = 36 * 1024 * 1024
 
 
@@ -875,7 +875,7 @@ def _launch_rows(
     if 2 * n_processors * row_bytes <= _L2_BYTES:
         n_programs = min(n_rows, 2 * n_processors)
     elif is_hopper(out.device):
-        # Its memory is nearly as fast as its L2 cache: more rows under way are worth more (measured on an H200).
+        # The trip to memory costs less than waiting for few rows: seen on an H200.
         n_programs = n_rows
     else:
         n_programs = min(n_rows, n_processors)

@@ -92,6 +92,17 @@ def test_search_finds(open_page, words, page):
     assert [link for link in links[:5] if page in link], links[:5]
 
 
+def test_search_shows_words(open_page):
+    opened = open_page("search.html?q=softmax")
+    opened.locator(".search-summary", has_text="finished").wait_for()
+    opened.locator("#search-results li p.context").nth(4).wait_for()
+    passages = opened.locator("#search-results li p.context").all_inner_texts()
+    assert any("We normalize the rows" in text for text in passages) and any(
+        "torch.softmax" in text for text in passages
+    )
+    assert not [text for text in passages if "download the full" in text or "∑" in text]
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_a_page_links_its_script_and_its_notebook(site, example):
     page = (site / "getting-started" / "tutorials" / f"{example.stem}.html").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ rows of the tile again, whose products it adds up in registers. What differs sta
     dv      keys     queries  K Qᵀ              Pᵀ dO
     dkdv    keys     queries  K Qᵀ and V dOᵀ    dSᵀ Q, and Pᵀ dO
 
-The last does the work of two with one product less, for rows of at most 128 columns.
+The last does the work of two with one product less, where dK and dV have at most four pieces of columns together.
 
 A product of float32 tiles is six of bfloat16, of three parts of each number, as in `triton_gallery._dot`. Where TF32 is
 allowed, it is three of two parts, each of them 8 bits, which are still 5 bits more than TF32 has. Tensors are cut into
@@ -41,7 +41,7 @@ from .attention_gradients import _bounds, _limits, _tiles_to_walk, heads_of_sect
 
 OWN_ROWS = gl.constexpr(128)  # of a program; each of two consumers has 64
 STAGES = {2: 4, 3: 3}  # by parts: steps whose copies are under way, of 64 columns; twice as many fit of 32
-MAX_PIECES_OF_BOTH = 4  # of 64 columns, of dK and dV in one walk: registers hold some three, and four still pay
+MAX_PIECES_OF_BOTH = 4  # of 64 columns, of dK and dV in one walk: registers hold some three, but two of each still pay
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
@@ -503,7 +503,7 @@ def _fill(
         lower, upper = (None if limit is None else -limit for limit in (upper, lower))
     rows = OWN_ROWS.value, 64
     widest = max(head_dim, head_dim_v)
-    # Pieces of 64 columns are faster, unless half of one would be zeros, of one, or of two that take six products.
+    # Pieces of 64 columns are faster, but where half of the only one is zeros, or in three parts half of the second.
     piece = 32 if widest <= 32 or (64 < widest <= 96 and n_parts == 3) else 64
     tiles = [descriptor(x, [1, 1, 1, n, piece]) for pair in pairs for x, n in zip(pair, rows, strict=True)]
     n_tiles = cdiv(n_own, OWN_ROWS.value)
