@@ -150,7 +150,7 @@ triton-is-missing:
 	  $(PIP) --no-deps --no-build-isolation --editable . && \
 	  { $(PIP) --constraint constraints.txt $(TORCH_CPU) || test -z "$$PIP_EXTRA_INDEX_URL" || \
 	    echo "No torch without CUDA has its hash in constraints.txt for this Python; the larger one is installed." >&3; } && \
-	  $(PIP) --constraint constraints.txt "triton-gallery[test,lint]"; } 3>&2 >.venv/pip.log 2>&1 || \
+	  $(PIP) --constraint constraints.txt "triton-gallery[test,serve,lint]"; } 3>&2 >.venv/pip.log 2>&1 || \
 	  { grep ERROR .venv/pip.log | tail -n 1; \
 	    echo "triton-gallery: pip failed, see .venv/pip.log. No network? VENV= uses the active Python." >&2; exit 1; }
 	@touch $@

@@ -671,7 +671,7 @@ def _import(name: str):
 # --- preflight --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["site", "serve", "tests", "outdated"])
+@pytest.mark.parametrize("kind", ["site", "tests", "outdated"])
 def test_preflight_accepts_this_environment(kind):
     assert preflight.problem(kind) is None
 
