@@ -223,6 +223,14 @@ CASES = [
     ),
     Case("attention", [(2, 4, 1024, 64)] * 3, (F32,), targets=("sm_86", "sm_90", "sm_120"), always=True),
     Case("attention", [(2, 4, 1024, 128)] * 3, (F32,), {"is_causal": True}, matrix=True, targets=("sm_90",)),
+    Case(
+        "attention",
+        [(2, 4, 1024, 192), (2, 4, 1024, 192), (2, 4, 1024, 128)],
+        (F32,),
+        {"is_causal": True},
+        matrix=True,
+        targets=("sm_90",),
+    ),
     Case("attention", [(2, 4, 1024, 256)] * 3, (F32,), {"window": 256}, matrix=True, targets=("sm_90",)),
     Case("attention", [(4, 8, 1, 128), (4, 8, 8192, 128), (4, 8, 8192, 128)], (F16,)),
     Case("attention", [(4, 8, 1, 64), (4, 8, 8192, 64), (4, 8, 8192, 64)], (F32,), targets=("sm_90", "gfx942")),
@@ -322,6 +330,7 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("attention 1x2x16x128", "sm_90"): (1284, "the same, with rows twice as long, and the loops of a window"),
     ("attention 2x4x1024x64", "sm_90"): (1152 if IS_3_9 else 20, "sums of dk and dv; Triton 3.9 copies left operands"),
     ("attention 2x4x1024x128", "sm_90"): (2560 if IS_3_9 else 976, "the same of twice as many columns"),
+    ("attention 2x4x1024x192", "sm_90"): (3264 if IS_3_9 else 1832, "dk of 192 columns beside dv of 128"),
     ("attention 2x4x1024x256", "sm_90"): (3072 if IS_3_9 else 688, "sums of 256 columns, most of all dk"),
     ("matmul 8x4096 4096x1000 float32", "sm_90"): (64, "the three parts of tiles with 64 numbers along K"),
 }

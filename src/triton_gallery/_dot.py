@@ -39,13 +39,10 @@ def three_bf16(x):
 
 @triton.jit
 def dot(a, b, c, PRECISION: tl.constexpr):
-    """c + a @ b, or a @ b where c is None; PRECISION is "bf16x6" or what else ``tl.dot`` takes.
-
-    For "bf16x6" a tile may come as the three that `three_bf16` makes of it.
-    """
+    """c + a @ b, or a @ b where c is None; PRECISION is "bf16x6" or what else ``tl.dot`` takes."""
     if PRECISION == "bf16x6":
-        a0, a1, a2 = three_bf16(a) if isinstance(a, tl.tensor) else a
-        b0, b1, b2 = three_bf16(b) if isinstance(b, tl.tensor) else b
+        a0, a1, a2 = three_bf16(a)
+        b0, b1, b2 = three_bf16(b)
         # From the smallest products on.
         rest = tl.dot(a1, b1)
         rest = tl.dot(a2, b0, rest)

@@ -11,7 +11,7 @@ rows of the tile again, whose products it adds up in registers. What differs sta
     dv      keys     queries  K Qᵀ              Pᵀ dO
     dkdv    keys     queries  K Qᵀ and V dOᵀ    dSᵀ Q, and Pᵀ dO
 
-The last does the work of two with one product less, where dK and dV have at most four pieces of columns together.
+The last does the work of two with one product less, where dK and dV have few enough columns.
 
 A product of float32 tiles is six of bfloat16, of three parts of each number, as in `triton_gallery._dot`. Where TF32 is
 allowed, it is three of two parts, each of them 8 bits, which are still 5 bits more than TF32 has. Tensors are cut into
@@ -41,7 +41,9 @@ from .attention_gradients import _bounds, _limits, _tiles_to_walk, heads_of_sect
 
 OWN_ROWS = gl.constexpr(128)  # of a program; each of two consumers has 64
 STAGES = {2: 4, 3: 3}  # by parts: steps whose copies are under way, of 64 columns; twice as many fit of 32
-MAX_PIECES_OF_BOTH = 4  # of 64 columns, of dK and dV in one walk: registers hold some three, but two of each still pay
+# Of dK and dV in one walk, of 64 columns: registers hold some three, but up to here what spills costs less than a walk.
+MAX_PIECES = 3
+MAX_PIECES_OF_BOTH = 5
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
@@ -483,7 +485,8 @@ def backward(
     """
     limits = lower, upper, scale, v.shape[-1]
     _fill("dq", dq, [(q, k), (dout, v)], k, lse_log2, delta, *limits)
-    if cdiv(q.shape[-1], 64) + cdiv(v.shape[-1], 64) <= MAX_PIECES_OF_BOTH:
+    pieces = cdiv(q.shape[-1], 64), cdiv(v.shape[-1], 64)
+    if sum(pieces) <= MAX_PIECES_OF_BOTH and max(pieces) <= MAX_PIECES:
         _fill("dkdv", dk, [(k, q), (v, dout)], q, lse_log2, delta, *limits, dv)
     else:
         _fill("dk", dk, [(k, q), (v, dout)], q, lse_log2, delta, *limits)
