@@ -109,11 +109,12 @@ torch.testing.assert_close(matmul_in_tiles(a, b, 16, 16, 32), a @ b)
 #
 # We climb to the library's kernel in three steps; two more, further down, are for Hopper alone. The first one has no
 # loop at all. A program loads its rows and its columns whole and multiplies them with `tl.dot`, which is what reaches
-# the matrix unit. Their common side has to be at least 16 long, and the sums come out in float32. (Our tiles are of
-# float16. Of float32 numbers NVIDIA's matrix unit would read 10 of the 23 bits behind the point, unless we told
-# `tl.dot` to take `input_precision="ieee"`; the interpreter always takes all.) Two blocks of indices, one turned into a
-# column by `[:, None]` and one into a row by `[None, :]`, make a two-dimensional block of addresses: element
-# :math:`(m, k)` of a matrix lies at its first element plus :math:`m` times the row stride plus :math:`k`.
+# the matrix unit. Their common side has to be at least 16 long (which a GPU's compiler demands, and the interpreter
+# does not), and the sums come out in float32. (Our tiles are of float16. Of float32 numbers NVIDIA's matrix unit would
+# read 10 of the 23 bits behind the point, unless we told `tl.dot` to take `input_precision="ieee"`; the interpreter
+# always takes all.) Two blocks of indices, one turned into a column by `[:, None]` and one into a row by `[None, :]`,
+# make a two-dimensional block of addresses: element :math:`(m, k)` of a matrix lies at its first element plus :math:`m`
+# times the row stride plus :math:`k`.
 
 
 @triton.jit
@@ -131,8 +132,8 @@ def whole_k_kernel(a_ptr, b_ptr, out_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_
 def whole_k_matmul(a, b):
     (M, K), N = a.shape, b.shape[1]
     out = torch.empty(M, N, dtype=a.dtype, device=a.device)
-    grid = (triton.cdiv(M, 32), triton.cdiv(N, 32))
-    whole_k_kernel[grid](a, b, out, M, N, K, BLOCK_M=32, BLOCK_N=32, BLOCK_K=triton.next_power_of_2(K))
+    grid, block_k = (triton.cdiv(M, 32), triton.cdiv(N, 32)), max(16, triton.next_power_of_2(K))
+    whole_k_kernel[grid](a, b, out, M, N, K, BLOCK_M=32, BLOCK_N=32, BLOCK_K=block_k)
     return out
 
 

@@ -304,6 +304,14 @@ def test_equal_tiles_are_taken_in_turn():
         assert torch.equal(in_turn, forward._longest_first([8] * n_tiles, n_heads, 4, n_programs))
 
 
+@pytest.mark.parametrize("n_kv_tiles", [(8, 8), (2, 1)], ids=["equal", "unequal"])
+def test_a_schedule_is_made_on_the_host(n_kv_tiles):
+    forward = importlib.import_module("triton_gallery.hopper.attention_forward")
+    with torch.device("meta"):
+        schedule = forward._schedule.__wrapped__(n_kv_tiles, 2, 1, 4, torch.device("cpu"))
+    assert sorted(schedule.flatten().tolist())[-4:] == [0, 1, forward.MAX_TILES.value, forward.MAX_TILES.value + 1]
+
+
 @MASK
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "group", "head_dims"),
@@ -793,8 +801,8 @@ def test_float32_is_cut_into_parts_where_they_are_used_often(monkeypatch):
     monkeypatch.setattr(module, "dot_precision", lambda q, reduced: "tf32" if reduced else "bf16x6")
 
     def in_parts(seq_q, seq_k, head_dim, head_dim_v=None, align=4, lower=None, upper=None):
-        q, k, v = (torch.empty(1, 2, n, head_dim, device="meta") for n in (seq_q, seq_k, seq_k))
-        return module._num_parts(q, k, v[..., : head_dim_v or head_dim], align, lower, upper)
+        q, v = (torch.empty(1, 2, n, head_dim, device="meta") for n in (seq_q, seq_k))
+        return module._num_parts(q, v[..., : head_dim_v or head_dim], align, lower, upper)
 
     assert in_parts(128, 128, 32) and not in_parts(100, 100, 32)
     assert in_parts(80, 80, 128) and not in_parts(64, 64, 128)

@@ -417,7 +417,7 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({"x_names": ["N", "N"]}, {}, ValueError, "x_names, line_arg and args must be arguments, no two alike, got"),
         ({"line_arg": "N"}, {}, ValueError, "x_names, line_arg and args must be arguments, no two alike, got"),
         ({"args": {1: 2}}, {}, ValueError, "x_names, line_arg and args must be arguments, no two alike, got"),
-        ({"line_names": None}, {}, TypeError, "line_names and line_vals must be lists"),
+        ({"line_names": None}, {}, TypeError, "line_names and line_vals must be lists, got NoneType and list"),
         ({"line_names": ["triton_gallery", 3]}, {}, TypeError, "line_arg and what line_names holds must be str, got 3"),
         ({"line_arg": 3}, {}, TypeError, "line_arg and what line_names holds must be str, got 3"),
     ],

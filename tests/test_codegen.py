@@ -363,11 +363,23 @@ def test_refuses_arguments_that_cannot_travel():
         codegen.inspect(copy, lambda: 1)
     with pytest.raises(TypeError, match=r"tensors must be dense \(strided\), got layout torch.sparse_coo"):
         codegen.inspect(copy, torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match=r"tensors must be dense \(strided\), got a nested one"):
+        codegen.inspect(copy, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    with pytest.raises(TypeError, match="inspect: backward must be True or False, got 'no'"):
+        codegen.inspect(copy, empty(2048), backward="no")
+
+
+def test_a_function_that_belongs_to_no_module_is_no_obstacle(monkeypatch):
+    monkeypatch.setitem(globals(), "made", eval("lambda: None", {}))
+    assert made.__module__ is None  # noqa: F821
+    assert codegen.inspect(copy, empty(2048)).kernels
 
 
 def test_child_that_dies_is_reported():
     with pytest.raises(RuntimeError, match="the compiling process failed: exit status 3"):
         codegen.inspect(os._exit, 3)
+    with pytest.raises(RuntimeError, match="the compiling process failed: exit status 0"):
+        codegen.inspect(os._exit, 0)
 
 
 def test_warp_size_follows_the_family():

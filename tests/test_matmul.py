@@ -1152,9 +1152,9 @@ def test_tma_kernel_is_chosen_where_it_can_run():
     assert not supports(a[:1].expand(2048, 2048), b)
     assert not supports(empty(2, 3, 2048, 2048), empty(3, 2, 2048, 2048).transpose(0, 1))
     assert not supports(empty(2048, 2048, dtype=torch.float32), empty(2048, 2048, dtype=torch.float32))
-    has_tiles = hopper.load("matmul").has_tiles
-    assert supports(a[:16], b) and not has_tiles(empty(16, 2048)) and not has_tiles(empty(2048, 48))
-    assert has_tiles(empty(64, 72)) and not has_tiles(empty(64, 68)) and has_tiles(empty(64, 68, dtype=torch.float32))
+    can_store = hopper.load("matmul").can_store
+    assert supports(a[:16], b) and not can_store(empty(16, 2048)) and not can_store(empty(2048, 48))
+    assert can_store(empty(64, 72)) and not can_store(empty(64, 68)) and can_store(empty(64, 68, dtype=torch.float32))
     a, b = empty(2048, 2048, dtype=torch.float8_e4m3fn), empty(2048, 2048, dtype=torch.float8_e4m3fn)
     assert supports(a, b.t()) and not supports(a, b) and not supports(a.t(), b.t())
 

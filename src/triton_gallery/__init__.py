@@ -17,7 +17,7 @@ if "TRITON_INTERPRET" not in os.environ and not (torch.cuda.is_available() or to
     if "triton" in sys.modules:
         print(
             "triton_gallery: no GPU found, and triton was imported first, so its interpreter stays off and no kernel "
-            "can run. Import triton_gallery before triton, or set TRITON_INTERPRET=1.",
+            "can run. Import triton_gallery before triton, or set TRITON_INTERPRET=1 before Python starts.",
             file=sys.stderr,
         )
     else:

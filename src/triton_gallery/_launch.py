@@ -106,7 +106,7 @@ def next_power_of_2(n: int) -> int:
 # --- the launch -------------------------------------------------------------------------------------------------------
 
 
-# What `_fast_key` describes -> the compiled kernel and what its launcher wants before the arguments.
+# What `_fast_key` describes -> the compiled kernel and what its launcher wants beside the arguments.
 handles: dict[tuple, tuple] = {}
 HOOKS = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
 

@@ -60,7 +60,7 @@ def operator(
                 return overload(*args)
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             # A gradient that comes in is none of the tensors that the function has checked.
-            refuse_tangents(public_name, *tensors)
+            refuse_tangents(public_name, *tensors, name="an incoming gradient")
             # functionalize knows operators, and no class below.
             if _is_functionalized():
                 return overload(*args)
@@ -104,7 +104,8 @@ def _is_functionalized() -> bool:
 
 def _public_name(op: Callable) -> str:
     name = op.__name__.removeprefix("_").removesuffix("_bwd").removesuffix("_fwd")
-    return {"layer_norm": "layer_norm or rms_norm", "matmul_and_pre": "matmul"}.get(name, name)
+    names = {"layer_norm": "layer_norm or rms_norm", "matmul_and_pre": "matmul", "softmax": "softmax or log_softmax"}
+    return names.get(name, name)
 
 
 def _transformed(op: Callable, rule: Callable) -> type:

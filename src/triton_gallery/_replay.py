@@ -152,19 +152,19 @@ def _kind(args: Iterable, addresses: list[int], tf32: bool = False) -> tuple | N
         elif kind is Varying:
             key.append(kind)
         else:
-            key += _sort(arg), tuple(arg) if kind is list else arg
+            key += _identity(arg), tuple(arg) if kind is list else arg
     # Tells x, x from x, y: whoever records sees no more than addresses.
     if len(set(addresses)) < len(addresses):
         key += map(addresses.index, addresses)
     return tuple(key)
 
 
-def _sort(value: object) -> object:
+def _identity(value: object) -> object:
     """What tells values apart that are equal: -0.0 and 0.0, True and 1, also in a tuple or a list."""
     kind = type(value)
     if isinstance(value, float):
         return kind, copysign(1, value)
-    return (kind, *map(_sort, value)) if isinstance(value, tuple | list) else kind
+    return (kind, *map(_identity, value)) if isinstance(value, tuple | list) else kind
 
 
 _caches: list[tuple[dict, dict]] = []
@@ -329,8 +329,8 @@ def _recognizer(values: tuple, varying: int | None, tf32: bool = False) -> Calla
         return None
     text = _Text(
         check=check, forward_ad=forward_ad, n_dispatch_modes=torch._C._len_torch_dispatch_stack, is_int64=_is_int64,
-        sort=_sort, is_grad_enabled=torch.is_grad_enabled, is_deterministic=torch._C._get_deterministic_algorithms,
-        allows_tf32=allows_tf32, autocast_dtype=autocast_dtype,
+        identity=_identity, is_grad_enabled=torch.is_grad_enabled, allows_tf32=allows_tf32,
+        is_deterministic=torch._C._get_deterministic_algorithms, autocast_dtype=autocast_dtype,
     )  # fmt: skip
     text.add(
         f"if len(values) != {len(values)} or forward_ad._current_level >= 0 or n_dispatch_modes() > 0: return None",
@@ -340,7 +340,7 @@ def _recognizer(values: tuple, varying: int | None, tf32: bool = False) -> Calla
         c = text.name(other)
         # Only a tuple and a zero have an equal of their type that is another value.
         twofold = isinstance(other, tuple) or (isinstance(other, float) and other == 0)
-        differs = f"sort(v{i}) != {text.name(_sort(other))}" if twofold else f"type(v{i}) is not type({c})"
+        differs = f"identity(v{i}) != {text.name(_identity(other))}" if twofold else f"type(v{i}) is not type({c})"
         text.add(f"if v{i} is not {c} and ({differs} or v{i} != {c}): return None")
     text.add(*(f"if v{i} is not v{j}: return None" for i, j in twice))
     text.add("try:")

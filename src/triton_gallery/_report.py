@@ -151,7 +151,7 @@ class Report:
     def series(self, name: str) -> dict:
         """The median at each x of a provider, of "peers" (the best of the others at that x) or of "limit".
 
-        NaN everywhere if the record is outdated.
+        NaN everywhere if the record is outdated, but for the limit, which is the hardware's.
         """
         if not self.record["rows"]:
             raise ValueError(f"{self.record['benchmark']}: {self.status()[0]}")
@@ -267,7 +267,7 @@ class Report:
             return Data(self) if r["rows"] else None
         # Values of x that are no numbers ("4096×4096×512") stand side by side, and no line joins them.
         is_scale = all(isinstance(x, (int, float)) for x in xs)
-        place = {x: x if is_scale else i for i, x in enumerate(xs)}
+        position = {x: x if is_scale else i for i, x in enumerate(xs)}
         styles = _styles(self.providers)
         for name in self.providers:
             if name == COPY:
@@ -276,7 +276,7 @@ class Report:
                 style = styles[name]
             line = "" if not is_scale else ":" if name == COPY else "-"
             rows = [row for row in r["rows"] if row["provider"] == name]
-            at = [place[row["x"]] for row in rows]
+            at = [position[row["x"]] for row in rows]
             median, low, high = ([row[key] for row in rows] for key in FIGURES)
             if is_scale:
                 ax.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
@@ -290,7 +290,7 @@ class Report:
         shown = _apart(sorted(xs), r.get("x_log")) if is_scale else xs[:: math.ceil(len(xs) / 12)]
         labels = _ticks(xs)
         is_long = len(str(shown)) > 80 and not labels[0].startswith("$")
-        ax.set_xticks([place[x] for x in shown], [labels[xs.index(x)] for x in shown], rotation=30 if is_long else 0)
+        ax.set_xticks([position[x] for x in shown], [labels[xs.index(x)] for x in shown], rotation=30 if is_long else 0)
         ax.minorticks_off()
         if r.get("y_log"):
             ax.set_yscale("log")

@@ -1,8 +1,8 @@
 """What a benchmark's figures depend on, as digests of source text, by which a record knows that it is out of date.
 
-A digest covers code alone: comments, docstrings and layout may change freely. Argument checks, gradients, the choice
-between kernels, the host code that all operations share, and what one operation's plan takes from another's lie above
-what is digested here.
+A digest covers code alone: comments, docstrings and layout may change freely. Functions that check arguments, those of
+gradients, the choice between kernels, the host code that all operations share, and what one operation's plan takes from
+another's lie above what is digested here. All constants of an operation's files count, also those of such functions.
 """
 
 import ast

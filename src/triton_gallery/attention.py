@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import hopper
 from ._arguments import (
     INTS,
+    LONGEST,
     NUMBERS,
     allows_tf32,
     autocast,
@@ -934,9 +935,7 @@ def _precision(q: torch.Tensor, v: torch.Tensor, align: int) -> str:
     return "ieee" if precision == "bf16x6" and not is_even else precision
 
 
-def _num_parts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, align: int, lower: int | None, upper: int | None
-) -> int:
+def _num_parts(q: torch.Tensor, v: torch.Tensor, align: int, lower: int | None, upper: int | None) -> int:
     """Into how many of bfloat16 float32 numbers are cut for the kernel for sm_90, which multiplies these, or 0.
 
     Three have all bits of a number; where TF32 is allowed, two do, whose products have more digits. Where sequences are
@@ -1049,7 +1048,7 @@ def _attention_fwd(
     _, n_kv_heads, seq_k, head_dim_v = v.shape
     block_d, block_dv = _block_d(head_dim), _block_d(head_dim_v)
     align = _alignment(q, k, v, out)
-    if (n_parts := _num_parts(q, k, v, align, lower, upper)) > 0:
+    if (n_parts := _num_parts(q, v, align, lower, upper)) > 0:
         parts = (_parts(x, n_parts) for x in (q, k, v))
         hopper.load("attention_float32").forward(*parts, out, lse, lower, upper, scale)
         return out, lse
@@ -1203,7 +1202,7 @@ def _attention_bwd(
         out, dout, lse, dlse, delta, lse_log2, seq_q, padded_seq_q, n_heads, out.stride(), dout.stride(),
         HEAD_DIM_V=head_dim_v, BLOCK_M=_PREPROCESS_ROWS, BLOCK_DV=block_dv, ALIGN=align, num_warps=4,
     )  # fmt: skip
-    if (n_parts := _num_parts(q, k, v, align, lower, upper)) > 0:
+    if (n_parts := _num_parts(q, v, align, lower, upper)) > 0:
         parts = (_parts(x, n_parts) for x in (dout, q, k, v))
         hopper.load("attention_float32").backward(*parts, lse_log2, delta, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv
@@ -1386,8 +1385,9 @@ def attention(
 
         On Hopper, float32 has a kernel of its own, but for short sequences and few queries. Other 16-bit inputs take
         kernels of their own there, if the mask leaves each query a key, and so does their backward pass where the
-        larger head_dim is more than 16, but for short sequences. With rows of up to 128 numbers it keeps the gradient
-        of q in float32 and adds it up in no fixed order.
+        larger head_dim is more than 16, but for short sequences. (Their forward keeps a table for each shape, of 4
+        bytes for every 128 queries of a head.) With rows of up to 128 numbers it keeps the gradient of q in float32 and
+        adds it up in no fixed order.
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 
@@ -1412,12 +1412,11 @@ def attention(
         Tri Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
         https://arxiv.org/abs/2307.08691
     """
-    no_dropout = isinstance(number(dropout_p), NUMBERS) and dropout_p == 0
-    for name, given, neutral in (("attn_mask", attn_mask, attn_mask is None), ("dropout_p", dropout_p, no_dropout)):
-        if not neutral:
+    for name, given, neutral in (("attn_mask", attn_mask, None), ("dropout_p", number(dropout_p), 0)):
+        if given is not neutral and not (isinstance(given, NUMBERS) and given == neutral):
             got = type(given).__name__ if isinstance(given, torch.Tensor) else repr(given)
             hint = "torch.nn.functional.scaled_dot_product_attention has it"
-            raise ValueError(f"attention: {name} must be {'None' if name == 'attn_mask' else 0}, got {got}; {hint}")
+            raise ValueError(f"attention: {name} must be {neutral}, got {got}; {hint}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor("attention", name, x)
     check_same_device("attention", q=q, k=k, v=v)
@@ -1469,7 +1468,7 @@ def _as_4d(
     if v.shape[-2] != k.shape[-2]:
         raise ValueError(f"attention: v must have k's length {k.shape[-2]}, got {v.shape[-2]}")
     # The kernels count positions, and distances between them, in 32 bits; blocks reach beyond the last one.
-    if known(q.shape[-2] + k.shape[-2] > 2**31 - 2**14):
+    if known(q.shape[-2] + k.shape[-2] > LONGEST):
         raise ValueError(
             "attention: q and k must not be longer together than 2**31 - 2**14, beyond which positions are miscounted, "
             f"got {q.shape[-2]} and {k.shape[-2]}"

@@ -496,7 +496,8 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     if Path(benchmark.plot_name).name != benchmark.plot_name or benchmark.plot_name in ("", ".."):
         raise ValueError(f"perf_report: plot_name must name a file, without folders, got {benchmark.plot_name!r}")
     if not all(isinstance(names, list | tuple) for names in (benchmark.line_names, benchmark.line_vals)):
-        raise TypeError("perf_report: line_names and line_vals must be lists")
+        kinds = f"{type(benchmark.line_names).__name__} and {type(benchmark.line_vals).__name__}"
+        raise TypeError(f"perf_report: line_names and line_vals must be lists, got {kinds}")
     for name in (benchmark.line_arg, *benchmark.line_names):
         if not isinstance(name, str):
             raise TypeError(f"perf_report: line_arg and what line_names holds must be str, got {name!r}")
@@ -570,7 +571,7 @@ class PerfReport:
 
         Raises:
             OSError: ``TRITON_GALLERY_RECORDS`` names no folder that can be written to.
-            RuntimeError: our own provider failed, or a record is asked for and there is no GPU.
+            RuntimeError: a record is asked for and there is no GPU. What our own provider raises passes as it is.
             ValueError: the function returned no rate, or a record is asked for, and its provenance is not complete.
         """
         name, folder = self.benchmark.plot_name, os.environ.get("TRITON_GALLERY_RECORDS")

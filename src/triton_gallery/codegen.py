@@ -343,7 +343,8 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj):
         if isinstance(obj, torch.Tensor):
             if obj.is_nested or obj.layout != torch.strided:
-                raise TypeError(f"tensors must be dense (strided), got layout {obj.layout}")
+                got = "a nested one" if obj.is_nested else f"layout {obj.layout}"
+                raise TypeError(f"tensors must be dense (strided), got {got}")
             offset = obj.storage_offset()
             if type(obj) in TENSORS and not obj.is_meta:
                 # Memory of somebody else's may begin anywhere.
@@ -371,12 +372,7 @@ def _name(function: Callable) -> str:
 
 def _names(names: str | Iterable[str]) -> tuple:
     """The names as a tuple; a single one needs none of its own."""
-    if isinstance(names, str):
-        return (names,)
-    try:
-        return tuple(names)
-    except TypeError:
-        return (names,)
+    return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
 
 
 def _pack(
@@ -395,7 +391,9 @@ def _pack(
         if _parse(target) is None:
             rule = "targets must be names" if op == "inspect" else "target must be a name"
             raise ValueError(f'{op}: {rule} such as "sm_90" or "gfx942", got {target!r}')
-    for function, *_ in calls:
+    for function, *_, backward in calls:
+        if not isinstance(backward, bool):
+            raise TypeError(f"{op}: backward must be True or False, got {backward!r}")
         if isinstance(function, KernelInterface):
             while isinstance(function, KernelInterface):
                 function = function.fn
@@ -426,8 +424,9 @@ def _versions(module: str) -> dict[str, int]:
         module = left.pop()
         found = sys.modules.get(module)
         file = getattr(found, "__file__", None)
-        is_installed = module.partition(".")[0] in sys.stdlib_module_names or "site-packages" in (file or "")
-        if file is None or file in versions or is_installed or not os.path.exists(file):
+        if file is None or file in versions or "site-packages" in file or not os.path.exists(file):
+            continue
+        if module.partition(".")[0] in sys.stdlib_module_names:
             continue
         versions[file] = os.stat(file).st_mtime_ns
         for value in list(vars(found).values()):
@@ -455,11 +454,12 @@ def _compile(request: bytes, line_info: bool = False) -> list[list[list[Kernel] 
     env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns about a coming default where it is not set
     command = [sys.executable, "-P", "-c", "from triton_gallery import codegen; codegen._serve()"]
     child = subprocess.run(command, input=request, env=env, capture_output=True)
-    if child.returncode != 0:
+    _, found, answer = child.stdout.partition(_ANSWER)
+    if child.returncode != 0 or not found:
         lines = child.stderr.decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), f"exit status {child.returncode}")
         raise RuntimeError(f"{'listing' if line_info else 'inspect'}: the compiling process failed: {last}")
-    return pickle.loads(child.stdout.partition(_ANSWER)[2])
+    return pickle.loads(answer)
 
 
 # --- inside the child -------------------------------------------------------------------------------------------------

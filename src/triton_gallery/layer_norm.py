@@ -1159,12 +1159,12 @@ def layer_norm(
         10240 elements of 16 bits there, 5120 of float32 (8192 if that is a multiple of 16 bytes), and 2048 of float64.
         On Hopper, longer rows stay on the chip and are read once, up to 6 MiB of a row forward (or of the weight, where
         it is wider) and 3 MiB backward on an H200, and up to an eighth of that where a row's length is no multiple of
-        16 bytes; for this they must not be float64. All this is for x and an incoming gradient that are of one width,
-        begin at a multiple of 16 bytes and have rows with a multiple of 16 bytes between them, like any new tensor; the
-        gradients of others keep up to 4096 elements, and may be read number by number. The gradients are deterministic:
-        the same inputs on the same GPU give the same bits. (How many rows there are may change the last bits of each.)
-        Derivatives of the second order and beyond are supported by autograd, through torch operations, and not by the
-        transforms of ``torch.func``.
+        16 bytes and x has 16 MiB (backward 32 MiB); for this they must not be float64. But for these, all this is for x
+        and an incoming gradient that are of one width and whose rows begin at multiples of 16 bytes; the gradients of
+        others keep up to 4096 elements (1024 in float64), and may be read number by number. The gradients are
+        deterministic: the same inputs on the same GPU give the same bits. (How many rows there are may change the last
+        bits of each.) Derivatives of the second order and beyond are supported by autograd, through torch operations,
+        and not by the transforms of ``torch.func``.
 
     Example:
         >>> import torch, triton_gallery

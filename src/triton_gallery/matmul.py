@@ -40,7 +40,7 @@ from ._registration import aligned_batches, apply, differentiable, one_by_one, o
 from ._replay import replayed
 
 _aten = torch.ops.aten
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MAX_GRID_Y = 65535  # programs along the second axis of a grid; along the first there may be 2**31 - 1
 
 
@@ -332,14 +332,14 @@ def _num_parts(M: int, N: int, K: int, batch: tuple, device: torch.device) -> in
 
 def _result_dtype(dtype: torch.dtype) -> torch.dtype:
     # A product of two float8 numbers can overflow float16; bfloat16 has float32's range.
-    return torch.bfloat16 if dtype in _FLOAT8 else dtype
+    return torch.bfloat16 if dtype in FLOAT8 else dtype
 
 
 def _is_reduced(dtype: torch.dtype, precision: str | None) -> bool:
     """Whether products may be added with fewer bits than float32 has; only float32 and float8 leave a choice."""
     if precision is None and dtype == torch.float32:
         return allows_tf32()
-    return precision in ("high", "medium") and dtype in (torch.float32, *_FLOAT8)
+    return precision in ("high", "medium") and dtype in (torch.float32, *FLOAT8)
 
 
 def _empty_output(
@@ -535,7 +535,7 @@ def launch_tiles(
         PDL="PDL" in pdl(a.device),
         INPUT_PRECISION=way,
         # Hopper's matrix unit keeps sums of float8 products in fewer than 24 bits: add 128 at a time in float32.
-        MAX_NUM_IMPRECISE_ACC=min(128, config["BLOCK_K"]) if a.dtype in _FLOAT8 and not reduced else None,
+        MAX_NUM_IMPRECISE_ACC=min(128, config["BLOCK_K"]) if a.dtype in FLOAT8 and not reduced else None,
     )  # fmt: skip
 
 
@@ -717,23 +717,23 @@ def _checked_operands(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """a, b and bias as autocast wants them, after all checks but those of bias's shape."""
     for name, x in (("a", a), ("b", b)):
-        check_tensor("matmul", name, x, FLOATS + _FLOAT8)
+        check_tensor("matmul", name, x, FLOATS + FLOAT8)
         if x.dim() == 0:
             raise ValueError(f"matmul: {name} must have at least one dimension, got none; use * to scale by a number")
     if bias is not None:
         check_tensor("matmul", "bias", bias)
     check_same_device("matmul", a=a, b=b, bias=bias)
     given = a.dtype, b.dtype
-    if a.dtype not in _FLOAT8:
+    if a.dtype not in FLOAT8:
         a, b, bias = autocast(a, b, bias)
-    if a.dtype != b.dtype and not (a.dtype in _FLOAT8 and b.dtype in _FLOAT8):
+    if a.dtype != b.dtype and not (a.dtype in FLOAT8 and b.dtype in FLOAT8):
         expected, got = (
             _name(x.dtype) + ("" if x.dtype == before else " after autocast")
             for x, before in zip((a, b), given, strict=True)
         )
         raise TypeError(f"matmul: b must have a's dtype, {expected}, got {got}; convert one with .to()")
     for name, x in (("a", a), ("b", b)):
-        if x.dtype in _FLOAT8 and torch.is_grad_enabled() and x.requires_grad:
+        if x.dtype in FLOAT8 and torch.is_grad_enabled() and x.requires_grad:
             raise TypeError(
                 f"matmul: {name} must not require a gradient in {_name(x.dtype)}; convert it to a wider dtype"
             )

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, padded, scratch
 from .._launch import descriptor as launch_descriptor
+from ..attention import _row_statistics
 from ._gluon import (
     TensorDescriptor,
     as_row,
@@ -470,23 +471,11 @@ def _attention_bwd_hopper_prepare_kernel(
     h = head % n_heads
     out_ptrs = out_ptr + b * out_strides[0] + h * out_strides[1] + rows[:, None] * out_strides[2] + cols
     dout_ptrs = dout_ptr + b * dout_strides[0] + h * dout_strides[1] + rows[:, None] * dout_strides[2] + cols
-    out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptrs, mask=mask, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + head * seq_q + rows, mask=row_mask, other=float("-inf"))
-    # Rows past the end, and rows all of whose scores are -inf, get +inf, so that their probabilities are
-    # exp2(−inf) = 0. Nothing depends on their lse.
-    empty = lse == float("-inf")
-    lse_log2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)  # log2(e): the main kernel works in base 2
-    # Where numbers of its size lie 2 or more apart, its roundings may have lowered it by more than such a step, which
-    # would make a probability more than 1, and soon infinite. (The main kernel's scores have roundings of their own.)
-    TWO_UNITS: tl.constexpr = 2.384185791015625e-07
-    lse_log2 += tl.where(tl.abs(lse_log2) * TWO_UNITS > 4, tl.abs(lse_log2) * TWO_UNITS, 0.0)
+    out = tl.load(out_ptrs, mask=mask, other=0.0)
+    dout = tl.load(dout_ptrs, mask=mask, other=0.0)
+    lse_log2, delta = _row_statistics(out, dout, lse_ptr, dlse_ptr, head * seq_q + rows, row_mask)
     stats_ptrs = stats_ptr + tile * 128 + tl.arange(0, 64)
     tl.store(stats_ptrs, lse_log2)
-    delta = tl.sum(out * dout, axis=1)
-    if dlse_ptr is not None:
-        dlse = tl.load(dlse_ptr + head * seq_q + rows, mask=row_mask, other=0.0)
-        delta = tl.where(empty, 0.0, delta - dlse)
     tl.store(stats_ptrs + 64, delta)
     if HAS_DQ_SUM:
         dq_sum_ptrs = dq_sum_ptr + (tile * 64 + tl.arange(0, 64))[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]

@@ -95,7 +95,8 @@ def _programs_per_sm(q, v):
 
 def _in_turn(n_tiles, n_heads, n_programs):
     """The schedule of equal tiles: each program takes the next one."""
-    tiles = torch.arange(n_heads)[:, None] * MAX_TILES.value + torch.arange(n_tiles)
+    heads, tiles = (torch.arange(n, device="cpu") for n in (n_heads, n_tiles))
+    tiles = heads[:, None] * MAX_TILES.value + tiles
     rounds = cdiv(tiles.numel(), n_programs) + 1
     padded_tiles = torch.nn.functional.pad(tiles.flatten(), (0, rounds * n_programs - tiles.numel()), value=-1)
     return padded_tiles.view(rounds, n_programs).T.to(torch.int32).contiguous()
@@ -117,10 +118,11 @@ def _longest_first(n_kv_tiles, n_heads, heads_in_flight, n_programs):
             # 0.6 of a step is what starting and ending a tile costs.
             heapq.heappush(free_at, (time + n_kv_tiles[tile] + 0.6, program))
     width = max(map(len, lists)) + 1
-    return torch.tensor([tiles + [-1] * (width - len(tiles)) for tiles in lists], dtype=torch.int32)
+    rows = [tiles + [-1] * (width - len(tiles)) for tiles in lists]
+    return torch.tensor(rows, dtype=torch.int32, device="cpu")
 
 
-@functools.cache
+@functools.cache  # of any size: a CUDA graph may hold the address of any of them
 def _schedule(n_kv_tiles, n_heads, heads_in_flight, n_programs, device):
     """An int32 table (programs, width): the tiles of each program, −1 after the last.
 
@@ -131,12 +133,12 @@ def _schedule(n_kv_tiles, n_heads, heads_in_flight, n_programs, device):
     n_tiles = len(n_kv_tiles)
     n_programs = min(n_programs, n_tiles * n_heads)
     if min(n_kv_tiles) == max(n_kv_tiles):
-        table = _in_turn(n_tiles, n_heads, n_programs)
+        schedule = _in_turn(n_tiles, n_heads, n_programs)
     else:
-        table = _longest_first(n_kv_tiles, n_heads, heads_in_flight, n_programs)
+        schedule = _longest_first(n_kv_tiles, n_heads, heads_in_flight, n_programs)
     # torch.compile, when it prepares a CUDA graph, takes what its thread allocates for a part of the graph.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(table.to, device).result()
+        return thread.submit(schedule.to, device).result()
 
 
 def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged, head_dim, n_programs, device):

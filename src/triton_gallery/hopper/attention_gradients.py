@@ -231,7 +231,6 @@ def _attention_dq_hopper_kernel(
     upper,
     scale,
     scale_log2,
-    ROWS: gl.constexpr,  # keys of a step
     BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
     BLOCK_DV: gl.constexpr,  # of v and dO; each is one of WIDTHS
     K_STAGES: gl.constexpr,
@@ -602,7 +601,7 @@ def fill_dq(
         stats, n_tiles, stats.shape[0] // (2 * batch * n_heads), seq_q, seq_kv, n_heads, n_kv_heads,
         heads_of_section(batch * n_heads, 1, seq_kv * 2 * (width + width_v)),
         *_limits(lower, upper, seq_q, seq_kv), scale, scale * LOG2_E,
-        ROWS=rows, BLOCK_D=width, BLOCK_DV=width_v, K_STAGES=2, V_STAGES=1 if min(width, width_v) > 192 else 2,
+        BLOCK_D=width, BLOCK_DV=width_v, K_STAGES=2, V_STAGES=1 if min(width, width_v) > 192 else 2,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, EVEN_KV=is_even, num_warps=4,
     )  # fmt: skip
 

@@ -18,15 +18,15 @@ def row_width(x: torch.Tensor) -> int:
     return next(width for width in WIDTHS if x.shape[-1] <= width)
 
 
-def piece_width(width: int) -> int:
-    """The columns of a piece, which is what one copy brings."""
-    return 64 if 128 < width <= 192 else next_power_of_2(width)
-
-
 @gluon.constexpr_function
 def num_pieces(width):
     """Pieces of a tile."""
     return 3 if 128 < width <= 192 else 1
+
+
+def piece_width(width: int) -> int:
+    """The columns of a piece, which is what one copy brings."""
+    return 64 if num_pieces(width) == 3 else next_power_of_2(width)
 
 
 @gluon.constexpr_function

@@ -10,9 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._launch import cdiv, descriptor, launch, num_multiprocessors
-from ..matmul import _activate, _grouped_tile
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+from ..matmul import FLOAT8, _activate, _grouped_tile
 
 
 @triton.jit(do_not_specialize=["n_matrices", "M", "N", "K", "a_step", "b_step"])
@@ -110,7 +108,7 @@ def supports(a: torch.Tensor, b: torch.Tensor, batch: tuple) -> bool:
     return fits and a.shape[-1] > 0 and can_address(a, a_stride) and can_address(b, b_stride)
 
 
-def has_tiles(out: torch.Tensor) -> bool:
+def can_store(out: torch.Tensor) -> bool:
     """Whether this module's kernel can write to out: in tiles of 64 rows and columns or more, by TMA."""
     return min(out.shape[-2:]) >= 64 and out.shape[-1] * out.element_size() % 16 == 0
 
@@ -157,7 +155,7 @@ def multiply(
     reduced: bool,
     batch: tuple,
 ) -> None:
-    """Write the product to out, and the values before the activation to pre, if `supports` and `has_tiles` say yes."""
+    """Write the product to out, and the values before the activation to pre, if `supports` and `can_store` say yes."""
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     M, N, K = *out.shape[-2:], a.shape[-1]
     partial_sums = a.dtype in FLOAT8 and not reduced

@@ -27,9 +27,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, pdl, scratch
 from .._tuning import is_tuning, run_quickest
-from ..matmul import _activate, launch_tiles, loads_are_wide
+from ..matmul import FLOAT8, _activate, launch_tiles, loads_are_wide
 from . import load
-from .matmul import FLOAT8, can_address, is_transposed
+from .matmul import can_address, is_transposed
 
 _BYTES_PER_US = 4.8e6  # of the whole GPU
 _THIN_BYTES_PER_US = 47e3  # what one program of a thin product reads
@@ -348,7 +348,7 @@ def _by_rules(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> 
     n_matrices = out.numel() // (M * N)
     tma, specialized = load("matmul"), load("matmul_specialized")
     wide = loads_are_wide(a) and loads_are_wide(b)
-    if tma.supports(a, b, batch) and (specialized or tma.has_tiles(out)):
+    if tma.supports(a, b, batch) and (specialized or tma.can_store(out)):
         if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or (not wide and min(M, N) >= 64):
             _by_tma(None, a, b, bias, out, pre, activation, reduced, batch)
             return

@@ -23,7 +23,7 @@ import torch
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._launch import cdiv, launch, num_multiprocessors, scratch
-from ..matmul import _activate
+from ..matmul import FLOAT8, _activate
 from ._gluon import (
     async_load,
     async_store,
@@ -39,7 +39,7 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from .exchange import EMPTY, mailboxes
-from .matmul import FLOAT8, is_transposed, matrices
+from .matmul import is_transposed, matrices
 from .matmul_plan import SECTOR, memory_us, possible_parts, row_bytes, sum_parts, sum_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
