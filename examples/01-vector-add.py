@@ -56,7 +56,7 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 #
 # A GPU is made of *multiprocessors*, more than a hundred in a large one. Each has *registers*, the storage next to its
 # arithmetic units, and some *shared memory*. Behind them are the *L2 cache*, which all of them share, and the memory
-# that holds our tensors. The work is done by *threads*, 32 of which move together as a *warp*.
+# that holds our tensors. The work is done by *threads*, 32 of which (on AMD's MI300 64) move together as a *warp*.
 #
 # A *kernel* is a function that runs there. In Triton it works on *blocks*: `tl.arange(0, 16)` is a block of 16
 # integers, `x_ptr + offsets` a block of 16 addresses, counted in elements and not in bytes, and `tl.load` fetches all
@@ -125,7 +125,8 @@ print(owner)
 
 # %%
 # Four programs with blocks of 8 cover 27 elements and could touch 32. The *mask* `offsets < n_elements` switches off
-# five *lanes*, as the places of a block are called, of the last program: the -1 that we had put there still stands.
+# five *lanes* of the last program, as the places of a block are called (CUDA calls the threads of a warp so): the -1
+# that we had put there still stands.
 
 # %%
 # The kernel that the library runs
@@ -210,10 +211,10 @@ plt.show()
 #   may be a function as well, such as `lambda meta: (triton.cdiv(n_elements, meta["BLOCK_SIZE"]),)`, which Triton calls
 #   with a dictionary of the kernel's arguments, each by its name. Whoever lets Triton choose the block size needs that.
 #
-# Why 1024? Each program has 128 threads (4 warps of 32) unless the launch asks otherwise, as in `num_warps=8`. So a
-# block of 1024 gives each of them 8 elements, that is two loads of 16 bytes, the widest that an H200 has, from each
-# input, where the length is a multiple of 16 (below we see why). That is enough to keep the memory busy, and few enough
-# for the registers.
+# Why 1024? On NVIDIA's GPUs each program has 128 threads (4 warps of 32) unless the launch asks otherwise, as in
+# `num_warps=8`. So a block of 1024 gives each of them 8 elements, that is two loads of 16 bytes, the widest that an
+# H200 has, from each input, where the length is a multiple of 16 (below we see why). That is enough to keep the memory
+# busy, and few enough for the registers.
 
 # %%
 # It agrees with torch, to the last bit
@@ -230,7 +231,8 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 # From a kernel to a function
 # ---------------------------
 #
-# Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, one device. `triton_gallery.add` trusts
+# Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, and the current device, where a launch
+# goes wherever its tensors are (`with torch.cuda.device(x.device):` makes it theirs). `triton_gallery.add` trusts
 # nobody. As `torch.add` it takes two tensors, or a tensor and a number; it promotes dtypes, broadcasts, scales by
 # `alpha`, has gradients, and refuses the rest in words. Where both tensors have the same shape and dtype, fill their
 # memory without gaps and in the same order, and `alpha` is 1, it launches the kernel above, or a variant of it for
@@ -249,6 +251,29 @@ try:
     tg.add(matrix, torch.randn(5, device=DEVICE))
 except ValueError as error:
     print("ValueError:", error)
+
+# %%
+# How does a kernel of your own get gradients? Autograd does not look into a launch, and to it the result of `my_add`
+# has no history. A `torch.autograd.Function` tells it: one function that launches, and one that gets the gradient of
+# the output and returns one for each input. (`torch.compile` follows a launch by itself. `torch.library.triton_op`
+# makes an operator of it, with a name and a gradient.)
+
+
+class MyAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return my_add(x, y)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return d_out, d_out  # each input moves the output as much as it moves itself
+
+
+x, y = (torch.randn(1000, device=DEVICE, requires_grad=True) for _ in "xy")
+weight = torch.randn(1000, device=DEVICE)
+(MyAdd.apply(x, y) * weight).sum().backward()
+assert not my_add(x, y).requires_grad
+assert torch.equal(x.grad, weight) and torch.equal(y.grad, weight)
 
 # %%
 # How close to the limit?
@@ -314,7 +339,8 @@ report
 # .. math:: \text{rate} = \frac{\text{bytes under way}}{\text{time of one trip}}
 #
 # A trip to memory takes hundreds of clock cycles, however little it brings. In that time the memory of an H200 could
-# deliver about 2 MiB. A kernel that wants all of the bandwidth has to keep as much under way, at all times.
+# move about 2 MiB. Two thirds of what an addition moves are loads, and nobody waits for stores. So a kernel that wants
+# all of the bandwidth has to have 1.4 MiB of loads under way, at all times.
 #
 # - *One program, one block*: the first kernel of this page, with a block as long as the vector. The block has to fit
 #   into registers. Each of the program's 128 threads has at most 255 of them: room for 8192 numbers of `x` and as many
@@ -377,7 +403,7 @@ for name, (programs, block_size) in at_once.items():
     print(f"{name:31}{programs:4} × {block_size:4} × 2 × 4 bytes = {under_way:6.0f} KiB")
 
 # %%
-# Only the last line comes to 2 MiB, and more. Two versions cannot follow to the end of the sweep: a block ends
+# Only the last line comes to 1.4 MiB, and to far more. Two versions cannot follow to the end of the sweep: a block ends
 # where registers do, and the loop, at :math:`2^{24}` elements, where our patience does.
 
 
@@ -430,14 +456,13 @@ ladder
 # 268435456`. The final step brings no speed: what the library adds to `my_add` happens before the launch.
 #
 # We can turn the formula round, too. The loop moves 12 KiB on each trip, so its rate tells how long a trip takes, and
-# the limit how much memory brings in that time:
+# two thirds of the limit how much could be loaded in that time:
 
 loop = ladder.series("one program, a loop")[2**24]
 if loop == loop:  # measured
     trip = 12 * 1024 / loop  # bytes over GB/s: nanoseconds
-    print(
-        f"a trip takes {trip:.0f} ns, in which memory brings {trip * ladder.record['limit']['value'] / 2**20:.1f} MiB"
-    )
+    loads = 2 / 3 * ladder.record["limit"]["value"]
+    print(f"a trip takes {trip:.0f} ns, in which memory could load {trip * loads / 2**20:.1f} MiB")
 
 # %%
 # Under the roofline

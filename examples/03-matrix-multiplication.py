@@ -38,7 +38,7 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 #    \text{operations} = 2 M N K \qquad \text{bytes} \ge s \, (M K + K N + M N)
 #
 # The quotient of the two is the *arithmetic intensity*, in operations per byte. An addition of two vectors has an
-# intensity of 1/12 in float32, whatever the length. A product of square matrices has :math:`2 n^3 / 3 s n^2`, which
+# intensity of 1/12 in float32, whatever the length. A product of square matrices has :math:`2 n^3 / (3 s n^2)`, which
 # grows with :math:`n`:
 
 for n in (64, 256, 1024, 4096):
@@ -229,8 +229,9 @@ plt.show()
 # as the GPU has room for. Nothing promises it, so a result must never depend on it; but speed may. The map from number
 # to tile decides what the running programs have in common, and we are free to choose it.
 #
-# The tiled kernel goes row by row. A *grouped* order goes down a few rows of tiles before it moves one column to the
-# right. This is the map that the library uses:
+# Let us call what a tile needs of one matrix a *strip*: its rows of :math:`A`, or its columns of :math:`B`, as long as
+# :math:`K`. The tiled kernel goes row by row. A *grouped* order goes down a few rows of tiles before it moves one
+# column to the right. This is the map that the library uses:
 
 # quote: triton_gallery.matmul._grouped_tile
 
@@ -269,50 +270,44 @@ for name, tiles in orders.items():
     print(f"{name}: the first 16 tiles need {of_a} strips of A and {of_b} of B, {of_a + of_b} together")
 
 # %%
-# Both orders have 16 tiles to show for it. The closer the running tiles are to a square, the fewer strips they need,
-# as with a single tile: the group is a tile of tiles, and L2 is its memory. The same count for a GPU with 132
-# multiprocessors and a result of 32 rows and 32 columns of tiles, in groups of 8 rows, as our kernel has them:
+# The closer the running tiles are to a square, the fewer strips they need, as with a single tile: the group is a tile
+# of tiles, and L2 is its memory. The same count for a GPU that runs 264 programs, two on each of 132 multiprocessors,
+# and a result of 128 × 128 tiles, in groups of 8 rows, as our kernel has them:
 
 for group in (1, 8):
-    of_a, of_b = strips(order(32, 32, group)[:132])
-    print(f"groups of {group}: {of_a} + {of_b} = {of_a + of_b} strips for 132 tiles")
+    of_a, of_b = strips(first_tiles(264, 128, 128, group))
+    print(f"groups of {group}: {of_a} + {of_b} = {of_a + of_b} strips for 264 tiles")
 
 # %%
-# The kernel that the library runs
-# --------------------------------
-#
-# The third rung is the kernel that `triton_gallery.matmul` has for every GPU. It adds what a library needs: any
-# strides, a batch, 64-bit offsets, a bias and an activation. The loop in its middle is still ours. Its helpers come
-# first. One multiplies two tiles as `tl.dot` does, and float32 in a way of its own, which a later section explains.
-
-from triton.language.extra.cuda import gdc_launch_dependents
-
-# quote: triton_gallery._dot.three_bf16
-# quote: triton_gallery._dot.dot
-# quote: triton_gallery.matmul._activate
-# quote: triton_gallery.matmul._wrapped
-# quote: triton_gallery.matmul._matmul_kernel
-
-# %%
-# Launched on two matrices, without the extras. One `None` is in the place of a bias, the other in that of a second
-# output. Behind the sizes and the strides of both matrices stand the bias's stride and a batch of one matrix.
+# In our kernel the new order takes the place of two lines. The rest is as before:
 
 
-def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
-    (M, K), N, (m, n, k) = a.shape, b.shape[1], tile
-    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
-    grid = (triton.cdiv(M, m) * triton.cdiv(N, n),)
-    sizes, blocks = (M, N, K, *a.stride(), *b.stride()), dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=group)
-    options = dict(EVEN_K=K % k == 0, ALIGN_N=16 if N % 16 == 0 else 1, num_warps=num_warps)
-    _matmul_kernel[grid](a, b, None, out, None, *sizes, 0, (1,), (0,), (0,), **blocks, **options)
-    return out
+@triton.jit
+def grouped_kernel(
+    a_ptr, b_ptr, out_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = _grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
+    rows, cols = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + rows[:, None] * K + ks[None, :]
+    b_ptrs = b_ptr + ks[:, None] * N + cols[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0.0)
+        b = tl.load(b_ptrs, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0.0)
+        acc = tl.dot(a, b, acc)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * N
+    out_mask = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(out_ptr + rows[:, None] * N + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 # %%
 # Which strips does a program load?
 # ---------------------------------
 #
-# The count above trusted our formula. Now we let the whole kernel run and watch it. `tg.trace` of page one tells us,
+# The count above trusted our formula. Now we let this kernel run and watch it. `tg.trace` of page one tells us,
 # for each of 12 × 12 programs, the tile that it stores and the rows of :math:`A` and columns of :math:`B` that it loads
 # for it. We do this for both orders.
 
@@ -320,8 +315,8 @@ a, b = torch.randn(192, 32, device=DEVICE).half(), torch.randn(32, 192, device=D
 traces = {}
 for name, group in (("row by row", 1), ("in groups of 4 rows", 4)):
     out = torch.empty(192, 192, dtype=a.dtype, device=DEVICE)
-    sizes, blocks = (192, 192, 32, *a.stride(), *b.stride()), dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, GROUP_M=group)
-    trace = tg.trace(_matmul_kernel, (144,), a, b, None, out, None, *sizes, 0, (1,), (0,), (0,), **blocks, EVEN_K=True)
+    blocks = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, GROUP_M=group)
+    trace = tg.trace(grouped_kernel, (144,), a, b, out, 192, 192, 32, **blocks)
     torch.testing.assert_close(out, a @ b)
     traces[name] = trace
 
@@ -367,13 +362,49 @@ axes[2].set(title="with a cache for 12 strips", xlabel="programs that have run",
 axes[2].legend(loc="upper left")
 plt.show()
 
-print({name: fetched(trace)[-1] for name, trace in traces.items()})
+for room in (8, 12, 14, 20):
+    print(f"a cache for {room} strips:", {name: fetched(trace, room)[-1] for name, trace in traces.items()})
 
 # %%
 # The kernel does what the formula promised. Row by row, each tile fetches a strip of :math:`B`: when a row of tiles
 # begins anew, its first strip has left the cache to make room for the last. In groups, four tiles use a strip of
 # :math:`B` while it is there, and the four strips of :math:`A` never leave: :math:`A` is fetched once, and :math:`B`
 # once by each of the three groups. That is twice as many strips as there are, against more than six times as many.
+#
+# But look at the larger caches. With room for all strips of a row of tiles, and for two of :math:`A`, row by row
+# fetches each strip once, and groups twice as many. So groups are for matrices whose rows of tiles do not fit into the
+# cache.
+
+# %%
+# The kernel that the library runs
+# --------------------------------
+#
+# The third rung is the kernel that `triton_gallery.matmul` has for every GPU. It adds what a library needs: any
+# strides, a batch, 64-bit offsets, a bias and an activation. The loop in its middle is still ours. Its helpers come
+# first. One multiplies two tiles as `tl.dot` does, and float32 in a way of its own, which a later section explains.
+
+from triton.language.extra.cuda import gdc_launch_dependents
+
+# quote: triton_gallery._dot.three_bf16
+# quote: triton_gallery._dot.dot
+# quote: triton_gallery.matmul._activate
+# quote: triton_gallery.matmul._wrapped
+# quote: triton_gallery.matmul._matmul_kernel
+
+# %%
+# Launched on two matrices, without the extras. One `None` is in the place of a bias, the other in that of a second
+# output. Behind the sizes and the strides of both matrices stand the bias's stride and a batch of one matrix.
+
+
+def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
+    (M, K), N, (m, n, k) = a.shape, b.shape[1], tile
+    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    grid = (triton.cdiv(M, m) * triton.cdiv(N, n),)
+    sizes, blocks = (M, N, K, *a.stride(), *b.stride()), dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=group)
+    options = dict(EVEN_K=K % k == 0, ALIGN_N=16 if N % 16 == 0 else 1, num_warps=num_warps)
+    _matmul_kernel[grid](a, b, None, out, None, *sizes, 0, (1,), (0,), (0,), **blocks, **options)
+    return out
+
 
 # %%
 # What the hard lines are for
@@ -436,6 +467,7 @@ print(f"{(a @ b).abs().max().log2().floor().exp2().item() * 2**-11:.1e}")
 # of configurations and a *key*, the names of some arguments. At the first launch with new values of these arguments it
 # times all configurations; from then on it takes the fastest. The grid is a function now, since the tuner alone knows
 # the sizes. Here it is for the second rung. Without a GPU there is nothing to time, and a stand-in finds all alike.
+# (With `TRITON_PRINT_AUTOTUNING=1` in its environment Triton says what it has tried, and for how long.)
 
 
 def no_clock(run, quantiles):
@@ -579,9 +611,9 @@ torch.testing.assert_close(out, a @ b, rtol=1e-3, atol=1e-3)
 # left out. Large products draw so much power that the GPU lowers its clock, and what ran a moment ago matters: each
 # provider is measured in three rounds, in alternating order. Inputs are random, since zeros would need less power.
 #
-# A float8 number has half the bits of a float16, and the matrix unit takes two in the place of one, but reads them only
-# along :math:`K`. So :math:`B` lies transposed in memory. torch offers `torch._scaled_mm` for them, whose sums are as
-# exact as ours by default; its scales are 1 here.
+# A float8 number has half the bits of a float16, and the matrix unit takes two in the place of one, but Hopper's reads
+# them only along :math:`K`. So :math:`B` lies transposed in memory. torch offers `torch._scaled_mm` for them, whose
+# sums are as exact as ours by default; its scales are 1 here.
 
 from functools import partial
 
@@ -608,7 +640,7 @@ def sweep(dtype, name):
         a, b = (torch.randn(n, n, device=DEVICE).to(dtype) for _ in "ab")
         torch_matmul = torch.matmul
         if dtype == torch.float8_e4m3fn:
-            b = b.T  # the matrix unit reads float8 only along K
+            b = b.T  # Hopper reads float8 only along K
             one = torch.ones((), device=DEVICE)
             torch_matmul = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         multiply = {"triton_gallery": tg.matmul, "torch": torch_matmul}[provider]
@@ -808,7 +840,7 @@ ladder
 # --------------
 #
 # This is the first page whose points can leave the slope of the roofline. The intensity of a square product is
-# :math:`2 n^3 / 6 n^2 = n / 3` operations per byte in float16, so each doubling of the sides moves it to the right.
+# :math:`2 n^3 / (6 n^2) = n / 3` operations per byte in float16, so each doubling of the sides moves it to the right.
 
 rates = report_fp16.series("triton_gallery")
 tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 512, 1024, 2048, 4096, 8192)})
@@ -825,12 +857,12 @@ tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 5
 #
 # A language model that answers one person multiplies a single row, or a few, by weights of many megabytes. The row has
 # as good as no bytes, and each number of the weights serves two operations per row: we are back on the slope, at an
-# intensity of about :math:`M`, and reading the weights at the rate of a copy is all that can be asked. A tile has at
-# least 16 rows, most of which compute nothing; that is free as long as memory is what we wait for. What counts is how
-# many bytes a multiprocessor has on its way. Here the weight is dense along :math:`K`, and one row takes the small
-# kernel for vectors, which multiplies without the matrix unit and has no rows to waste. From 2 to 16 rows the library's
-# tiles for this layer are :math:`16 \times 64` on Hopper, with steps of 256 numbers. Of the four stages that the launch
-# asks for, three lie in shared memory at a time, which is up to 96 KiB of the weights.
+# intensity of about :math:`M`, and reading the weights at the rate of a copy is all that can be asked. The matrix unit
+# multiplies 16 rows at least, most of which compute nothing here; that is free as long as we wait for memory. What
+# counts is how many bytes a multiprocessor has on its way. Here the weight is dense along :math:`K`, and one row takes
+# the small kernel for vectors, which multiplies without the matrix unit and has no rows to waste. From 2 to 16 rows the
+# library's tiles for this layer are :math:`16 \times 64` on Hopper, with steps of 256 numbers. Of the four stages that
+# the launch asks for, three lie in shared memory at a time, which is up to 96 KiB of the weights.
 #
 # Here a layer of 4096 outputs and 14336 inputs gets one row, then two, four and so on, and the rate is that of all
 # bytes. (From two rows to 256 there are too few tiles for the GPU, 64 of them up to 16 rows, so :math:`K` is cut in
@@ -874,12 +906,18 @@ report_thin
 #
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
 # 128 × 128, and 116 of 132 multiprocessors would have nothing to do. So we cut :math:`K` into parts (*split K*). Every
-# part of every tile has a program, which leaves its sums in memory, in float32, and a second kernel adds up the parts:
+# part of every tile has a program, which leaves its sums in memory, in float32, and a second kernel adds up the parts.
+# Our kernel can do that as it is: the parts are a batch of products, and their strides are steps along :math:`K`.
 
 
-def matmul_in_parts(a, b, n_parts):
-    pairs = zip(a.chunk(n_parts, dim=1), b.chunk(n_parts, dim=0), strict=True)
-    parts = torch.stack([my_matmul(x.float(), y.float()) for x, y in pairs])  # whose results are float32
+def matmul_in_parts(a, b, n_parts):  # the parts are a batch: K is a multiple of n_parts
+    (M, K), N = a.shape, b.shape[1]
+    step = K // n_parts
+    parts = torch.empty(n_parts, M, N, dtype=torch.float32, device=a.device)
+    grid = (triton.cdiv(M, 64) * triton.cdiv(N, 64), n_parts)
+    sizes, batch = (M, N, step, *a.stride(), *b.stride()), ((n_parts,), (step * a.stride(1),), (step * b.stride(0),))
+    blocks = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, EVEN_K=step % 32 == 0)
+    _matmul_kernel[grid](a, b, None, parts, None, *sizes, 0, *batch, **blocks)
     return parts.sum(dim=0).to(a.dtype)
 
 
@@ -1474,14 +1512,14 @@ for tiles_m, tiles_n, group in ((10, 7, 8), (9, 9, 4), (1, 5, 8), (3, 11, 2)):
 # Exercises
 # ---------
 #
-# 1. With 132 programs running at a time and 32 rows and 32 columns of tiles, which group size needs the fewest strips?
-#    Use `order` and `strips`, and compare with :math:`\sqrt{132}`.
+# 1. With 264 programs running at a time and 32 rows and 32 columns of tiles, which group size needs the fewest strips?
+#    Use `first_tiles` and `strips`, and compare with :math:`\sqrt{264}`. Why are groups of 8 worse than none here?
 # 2. Add the row sums of the result to `tiled_kernel`, as a second output. Each program knows only its own columns: how
 #    do the parts come together? (Hint: a first version may write one column of partial sums per column of tiles, and
 #    let torch add them up. Why is this better than an atomic addition, if results have to repeat?)
-# 3. For :math:`M = 1` the intensity is about one operation per byte, and a tile of 16 rows wastes 15 of them. Write the
-#    kernel as a sum over a block of :math:`K \times N`, without `tl.dot`, and count its bytes. (Hint:
-#    `tl.sum(a[:, None] * b, axis=0)`, where `a` has been widened to float32 before. Why?)
+# 3. For :math:`M = 1` the intensity is about one operation per byte, and of the 16 rows that the matrix unit multiplies
+#    it wastes 15. Write the kernel as a sum over a block of :math:`K \times N`, without `tl.dot`, and count its bytes.
+#    (Hint: `tl.sum(a[:, None] * b, axis=0)`, where `a` has been widened to float32 before. Why?)
 
 # %%
 # Solutions
@@ -1492,13 +1530,15 @@ for tiles_m, tiles_n, group in ((10, 7, 8), (9, 9, 4), (1, 5, 8), (3, 11, 2)):
 # Solution 1: the best group
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# A group of :math:`g` rows and 132 tiles need :math:`g` strips of :math:`A` and about :math:`132 / g` of :math:`B`.
-# The sum is smallest where both are equal, at :math:`g = \sqrt{132} \approx 11.5`.
+# A group of :math:`g` rows and 264 tiles need :math:`g` strips of :math:`A` and about :math:`264 / g` of :math:`B`. The
+# sum is smallest where both are equal, at :math:`g = \sqrt{264} \approx 16.2`. Groups of 8 would need 33 columns. There
+# are 32, so the last 8 tiles are of the next group, with 8 strips of :math:`A` more. Row by row, the running tiles are
+# nine rows.
 
-needed = {group: sum(strips(first_tiles(132, 32, 32, group))) for group in range(1, 33)}
+needed = {group: sum(strips(first_tiles(264, 32, 32, group))) for group in range(1, 33)}
 best = [group for group, n in needed.items() if n == min(needed.values())]
 print(f"{min(needed.values())} strips with groups of {best}; {needed[8]} with 8, {needed[1]} with 1")
-assert 11 in best or 12 in best
+assert 16 in best and needed[8] > needed[1]
 
 # %%
 # Solution 2: row sums on the way
@@ -1538,7 +1578,8 @@ torch.testing.assert_close(sums.sum(dim=1), (a.float() @ b.float()).sum(dim=1), 
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # A program owns a block of columns and walks along :math:`K`. Together they move all of :math:`B` once, :math:`s K N`
-# bytes, for :math:`2 K N` operations: memory sets the time, and the matrix unit could not help. Each of the four
+# bytes, for :math:`2 K N` operations: memory sets the time, and the matrix unit could not help. (Few columns make few
+# programs, and to keep a GPU busy each block of columns needs several, with a part of :math:`K` each.) Each of the four
 # programs below reads the whole row of :math:`A`, which is little. `a` is widened first, or each product and each
 # block's sum would be rounded to float16.
 
