@@ -125,10 +125,10 @@ print(f"the largest x with a finite exponential: {math.log(torch.finfo(torch.flo
 print(f"{math.log(torch.finfo(torch.float16).max):.1f} in float16")
 
 # %%
-# Infinity divided by infinity. (Without a GPU it is NumPy that computes, and it warns; a GPU says nothing.) The scores
-# inside a language model exceed such limits all the time. Subtracting the maximum is what makes softmax *safe*: then
-# no exponent is above 0, no exponential above 1, and the sum is at least 1, since one of its terms is
-# :math:`e^0`. In a kernel that already holds the row it costs no byte.
+# Infinity divided by infinity. (Without a GPU it is NumPy that computes, and it warns elsewhere than on this page; a
+# GPU says nothing.) The scores inside a language model exceed such limits all the time. Subtracting the maximum is what
+# makes softmax *safe*: then no exponent is above 0, no exponential above 1, and the sum is at least 1, since one of its
+# terms is :math:`e^0`. In a kernel that already holds the row it costs no byte.
 
 # %%
 # The kernel that the library runs
@@ -179,8 +179,8 @@ axes.set(xlabel="column", ylabel="row", xticks=range(0, 17, 2), yticks=range(0, 
 plt.show()
 
 # %%
-# The number in a lane is that of its program. Inside the black frame, the matrix, each number is loaded once and stored
-# once: the two trips, and no third. The grey lanes are the price of powers of two. They read nothing and hold
+# The number in a lane is that of its program. Inside the frame, the matrix, each number is loaded once and stored once:
+# the two trips, and no third. The grey lanes are the price of powers of two. They read nothing and hold
 # :math:`-\infty`, to the right of the matrix because 12 is not 16, below it because three tiles have room for 12 rows.
 # Two of the last program's rows hold nothing else. They come to :math:`-\infty - (-\infty)`, which is NaN, and the mask
 # keeps that from being stored.

@@ -301,7 +301,7 @@ figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=Fals
 plt.show()
 
 # %%
-# Only the tiles that a limit, a black line, crosses need a mask, and those at the right end, since 130 keys do not fill
+# Only the tiles that a limit, a line here, crosses need a mask, and those at the right end, since 130 keys do not fill
 # the ninth tile. With :math:`n` tiles on each side a causal mask leaves :math:`n (n + 1) / 2` of :math:`n^2`. The
 # longer the sequence, the closer this comes to one half.
 #

@@ -31,6 +31,7 @@ import os
 import re
 import sys
 import textwrap
+import warnings
 import zipfile
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -486,10 +487,12 @@ def _report_exits() -> None:
 
 
 def seed(gallery_conf: dict, page: str) -> None:
-    """sphinx-gallery calls this before each page, so that two builds show the same numbers."""
+    """sphinx-gallery calls this before each page, so that two builds show the same."""
     import torch
 
     torch.manual_seed(0)
+    # A GPU divides by zero without a word; NumPy's would show where Triton is installed on this machine.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
 
 
 def _forget_faults(app, *_) -> None:
