@@ -78,6 +78,16 @@ def test_white_areas_become_dark_and_white_text_stays():
     assert f'rect[fill="#ffffff"]{{fill:{page}}}' in rules and ' [style*="fill: #ffffff"]{' not in rules
 
 
+def test_area_too_narrow_for_text_has_the_colour_of_its_word(tmp_path):
+    plt.figure()
+    plt.bar([0, 1], [1, 2], width=0.01, color="#0072b2")
+    plt.bar([0, 1], [1, 2], width=0.5, color="#d55e00")
+    plt.savefig(tmp_path / "figure.svg")
+    plt.close()
+    rules = figures.with_dark_rules((tmp_path / "figure.svg").read_text())
+    assert 'path[style*="fill: #d55e00"]' in rules and 'path[style*="fill: #0072b2"]' not in rules
+
+
 def test_drawing_of_another_program_stays():
     assert figures.with_dark_rules('<svg><path style="fill: #000000"/></svg>').count("<style>") == 0
 

@@ -2,8 +2,9 @@
 
 matplotlib draws every figure once, dark ink on white. When the site is finished each SVG gets rules for dark pages.
 Black and white change places; a coloured line or marker becomes bright enough for a dark page; a coloured area becomes
-deep enough for the text on it, which is light now. Hues stay. A browser applies the rules to an ``<img>`` by the
-``color-scheme`` of the page around it, and to a file opened alone by the reader's system.
+deep enough for the text on it, which is light now, unless all areas of its colour are too narrow for text. Hues stay. A
+browser applies the rules to an ``<img>`` by the ``color-scheme`` of the page around it, and to a file opened alone by
+the reader's system.
 """
 
 import math
@@ -38,7 +39,7 @@ def dark(color: str, area: bool = False) -> str:
         # Greys lean to the text's side, and all have the trace of blue that the page has.
         light, a, b = _TEXT - (_TEXT - _PAGE) * light**1.5, a - 0.003, b - 0.01
     else:
-        light = 0.3 + 0.25 * light if area else 0.5 + 0.3 * light
+        light = 0.3 + 0.25 * light if area else 0.4 + 0.47 * light
     long = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3
     medium = (light - 0.1055613458 * a - 0.0638541728 * b) ** 3
     short = (light - 0.0894841775 * a - 1.2914855480 * b) ** 3
@@ -67,7 +68,7 @@ def with_dark_rules(svg: str) -> str:
         # White text lies on an area, and stays white.
         what = ":is(path,use)" if (kind, color) == ("fill", "#ffffff") else ""
         rules.append(f'{what}[style*="{kind}: {color}"]{{{kind}:{dark(color)}!important}}')
-        if kind == "fill" and dark(color) != dark(color, area=True):
+        if kind == "fill" and dark(color) != dark(color, area=True) and _width(svg, color) > 5:
             # A marker is a <use>, an area a <path>.
             rules.append(f'path[style*="{kind}: {color}"]{{{kind}:{dark(color, area=True)}!important}}')
     # The ground of a hatched area has no style.
@@ -77,6 +78,15 @@ def with_dark_rules(svg: str) -> str:
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
     return re.sub(r"(<svg[^>]*>)", rf"\1\n {_MARK} {' '.join(rules)} }}</style>", svg, count=1)
+
+
+def _width(svg: str, color: str) -> float:
+    """Of the widest area of a colour, in points."""
+    widths = [0.0]
+    for path in re.findall(rf'<path d="(M[^"]*)"[^>]*style="[^"]*fill: {color}', svg):
+        numbers = [float(number) for number in re.findall(r"-?\d[\d.]*", path)]
+        widths.append(min(max(along) - min(along) for along in (numbers[::2], numbers[1::2])))
+    return max(widths)
 
 
 def _build_finished(app, exception) -> None:
