@@ -101,6 +101,11 @@ def test_formula_becomes_mathml_in_one_line():
     assert "<mfrac><mi>a</mi><mi>b</mi></mfrac>" in formula
 
 
+def test_index_of_a_letter_with_an_accent_stands_beside_it():
+    formula = mathml.mathml(nodes.math("", r"\sum_{i}^{n} \hat{x}_{ij}"))
+    assert '<msub><mover accent="true"><mi>x</mi>' in formula and formula.count("<munderover>") == 1
+
+
 def test_formula_that_is_unknown_is_a_warning(caplog, monkeypatch):
     warnings = []
     monkeypatch.setattr(mathml.logger, "warning", lambda *args, **kwargs: warnings.append((args, kwargs)))
