@@ -149,7 +149,13 @@ def _build_finished(app, exception) -> None:
             path.write_text(finished, encoding="utf-8")
 
 
+def _sign(app) -> None:
+    # The theme has set a sign of its font of icons. A screen reader reads the link's title.
+    app.config.html_permalinks_icon = '<span aria-hidden="true">#</span>'
+
+
 def setup(app) -> dict:
+    app.connect("builder-inited", _sign)
     # After what else writes pages, with priority 500.
     app.connect("build-finished", _build_finished, priority=700)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
