@@ -77,6 +77,7 @@ plot_html_show_source_link = False
 plot_html_show_formats = False
 plot_formats = ["svg"]
 plot_rcparams = {"svg.hashsalt": "triton-gallery"}
+copybutton_selector = "div:not(.run-output, .sphx-glr-script-out) > .highlight > pre"
 copybutton_exclude = ".linenos, .gp, .go"
 
 # Finding pages; with GALLERY_URL, the address of the published site, also for search engines and links elsewhere

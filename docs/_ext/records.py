@@ -237,7 +237,9 @@ def _tab_nodes(tabs: dict[str, list[nodes.Node]]) -> nodes.Node:
 
     items = []
     for title, content in tabs.items():
-        head = nodes.rubric(title, title, classes=["sd-tab-label"])
+        # In step with the tabs of measured tables
+        synced = {"sync_group": "tab", "sync_id": slug(title)}
+        head = nodes.rubric(title, title, classes=["sd-tab-label"], **synced)
         body = create_component("tab-content", classes=["sd-tab-content"], children=content)
         item = create_component("tab-item", classes=["sd-tab-item"], children=[head, body], selected=False)
         items.append(item)

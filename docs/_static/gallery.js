@@ -16,16 +16,26 @@ function chooseNext() {
 }
 
 // --- a box that scrolls must be reachable by keyboard; which one does depends on the width of the window ---
-const BOXES = ".highlight pre, .wy-table-responsive, dt.sig, div.math, span.math, .output_html [role=region]";
+// And the eye must see that there is more of it.
+const BOXES =
+  ".highlight pre, .wy-table-responsive, dt.sig, div.math, span.math, .output_html [role=region], a.figure";
+
+const hasMore = (box) => box.scrollLeft + box.clientWidth < box.scrollWidth - 1;
 
 function markScrollingBoxes() {
   const boxes = [...document.querySelectorAll(BOXES)];
   // First all questions, then all answers: in turns, the browser would lay the page out anew for each box.
   const scrolls = boxes.map((box) => box.scrollWidth > box.clientWidth + 1 || box.scrollHeight > box.clientHeight + 1);
+  const more = boxes.map(hasMore);
   boxes.forEach((box, i) => {
+    box.toggleAttribute("data-more", more[i]);
     if (!scrolls[i]) box.removeAttribute("tabindex");
     else if (box.tabIndex !== 0) box.tabIndex = 0;
   });
+}
+
+function markScrolled({ target }) {
+  if (target.matches?.(BOXES)) target.toggleAttribute("data-more", hasMore(target));
 }
 
 // Once for all that happens before the next picture of the page, which needs the layout anyway.
@@ -84,3 +94,4 @@ document.addEventListener("DOMContentLoaded", () => {
 for (const event of ["load", "resize"]) window.addEventListener(event, markSoon);
 // What stands in a fold has no size before it is opened.
 document.addEventListener("toggle", markSoon, true);
+document.addEventListener("scroll", markScrolled, true);
