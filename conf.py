@@ -25,6 +25,7 @@ extensions = [
     "mathml",
     "measured",
     "records",
+    "references",
     "run",
     "solutions",
     "terms",
@@ -72,7 +73,7 @@ sphinx_gallery_conf = {
 
 # The guide; files are relative to this one
 bibtex_bibfiles = ["docs/refs.bib"]
-bibtex_reference_style = "author_year"
+bibtex_default_style, bibtex_reference_style = "author_year", "label"
 plot_html_show_source_link = False
 plot_html_show_formats = False
 plot_formats = ["svg"]
@@ -82,6 +83,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 # Finding pages; with GALLERY_URL, the address of the published site, also for search engines and links elsewhere
 html_baseurl = f"{os.environ['GALLERY_URL'].rstrip('/')}/stable/" if os.environ.get("GALLERY_URL") else ""
+notfound_template = "404.html"
 redirects = {}  # the old name of each page that moved, without .html: its new path from there; a test asks for them
 redirect_html_template_file = "docs/_templates/redirect.html"
 ogp_image = "_static/social.png"

@@ -6,6 +6,7 @@
 - Figures lead to themselves alone.
 - Scripts wait until the page is shown.
 - Wide tables scroll in boxes of their own before, and without, the theme's script.
+- Long names break behind a dot or an underscore.
 - Roles and texts for screen readers, and the thumbnails' captions as text.
 
 A page that is finished already comes out as it went in.
@@ -23,6 +24,7 @@ _CHARSET = '<meta charset="utf-8" />'
 _POLICY = re.compile(r'\n  <meta http-equiv="Content-Security-Policy" content="[^"]*">')
 _INLINE_SCRIPT = re.compile(r"<script(?![^>]*\ssrc=)[^>]*>(.+?)</script>", re.DOTALL)
 _INLINE_STYLE = re.compile(r"<style[^>]*>(.+?)</style>", re.DOTALL)
+_BREAK = re.compile(r"(?<=\w)[._](?=[A-Za-z])")
 _STYLE_ATTRIBUTE = re.compile(r'<[a-z][^<>]*\sstyle="([^"]*)"')
 
 
@@ -104,6 +106,12 @@ def with_roles(page: str) -> str:
     return re.sub(r'<dl>\n((?:<dd><em class="sig-param">.*?</dd>\n)+)</dl>', _signature, page)
 
 
+def with_breaks(page: str) -> str:
+    """Long names that break behind a dot or an underscore; and addresses that are told from other links, for paper."""
+    page = re.sub(r'(?<=<span class="pre">)[\w.()]+(?=</span>)', lambda m: _BREAK.sub(r"\g<0><wbr>", m[0]), page)
+    return re.sub(r'(<a class="reference external)(" href="([^"]*)">\3</a>)', r"\1 address\2", page)
+
+
 def _signature(match: re.Match) -> str:
     lines = match[1].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>")
     return f'<span class="sig-lines">\n{lines}</span>'
@@ -136,7 +144,7 @@ def with_links_on_figures(page: str) -> str:
 def finish(page: str, folder: Path, live: bool = False) -> str:
     """The page, which lies in `folder`, with all of it; without the policy where a server adds a script of its own."""
     page = with_image_sizes(with_captions(with_boxes(with_roles(with_waiting_scripts(page)))), folder)
-    page = with_links_on_figures(page)
+    page = with_breaks(with_links_on_figures(page))
     return page if live else with_policy(page)
 
 

@@ -54,8 +54,14 @@ const NO_WORDS = /<div class="sphx-glr-download-link-note[\s\S]*?<\/div>|<math[\
 
 document.addEventListener("DOMContentLoaded", () => {
   if (typeof Search !== "undefined") {
-    const { htmlToText } = Search;
+    const { htmlToText, makeSearchSummary } = Search;
     Search.htmlToText = (html, anchor) => htmlToText(html.replace(NO_WORDS, ""), anchor);
+    // Nor halves of words.
+    Search.makeSearchSummary = (...page) => {
+      const passage = makeSearchSummary(...page);
+      if (passage) passage.textContent = passage.textContent.replace(/^\.{3}\S*/, "…").replace(/\S*\.{3}$/, "…");
+      return passage;
+    };
   }
   if (choices.includes(root.dataset.mode)) choose(root.dataset.mode);
   for (const button of document.querySelectorAll(".theme-choice")) button.addEventListener("click", chooseNext);
@@ -66,7 +72,11 @@ document.addEventListener("DOMContentLoaded", () => {
   // The list of the page's sections is open where it has a place of its own beside the text.
   const list = document.querySelector(".on-this-page");
   const wide = matchMedia("(min-width: 90rem)");
-  const follow = () => (list.open = wide.matches);
+  const follow = () => {
+    list.open = wide.matches;
+    // There it has nothing to open.
+    list.querySelector("summary").tabIndex = wide.matches ? -1 : 0;
+  };
   if (list) {
     follow();
     wide.addEventListener("change", follow);
@@ -84,6 +94,9 @@ document.addEventListener("DOMContentLoaded", () => {
       scroller.scrollTop += link.getBoundingClientRect().top - scroller.getBoundingClientRect().top;
     };
   }
+  document.addEventListener("click", ({ target }) => {
+    if (side.classList.contains("shift") && !target.closest(".wy-nav-side, .wy-nav-top, .rst-versions")) menu.click();
+  });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && side.classList.contains("shift")) {
       menu.click();
