@@ -248,6 +248,7 @@ def test_a_report_in_a_page_gets_a_tab_for_each_other_gpu(folder, build):
     commit(folder, made_up("NVIDIA B200", factor=2.0))
     _, warnings, shown, outdir = build(page, "records")
     assert not warnings and shown.count('class="sd-tab-set') == 2
+    assert shown.count('data-sync-group="tab" data-sync-id="nvidia-b200"') == 2  # they follow each other
     first = shown[shown.index('class="sd-tab-set') :]
     assert first.index("NVIDIA H200</label>") < first.index("NVIDIA B200</label>")
     assert 'alt="Softmax, on NVIDIA B200: the throughput of triton_gallery' in first

@@ -118,6 +118,12 @@ def test_formula_that_is_unknown_is_a_warning(caplog, monkeypatch):
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
+def test_long_name_breaks_behind_its_parts(tmp_path):
+    page = '<span class="pre">_norm_fwd.kernel()</span><span class="pre">0.5</span><span class="pre">a_b c</span>'
+    broken = '<span class="pre">_norm_<wbr>fwd.<wbr>kernel()</span>' + page.partition("</span>")[2]
+    assert finish.with_breaks(page) == finish.with_breaks(broken) == broken
+
+
 def test_policy_lists_the_hash_of_what_stands_in_the_page(tmp_path):
     page = HEAD.format("<script>one()</script>", '<script>\ntwo()\n</script><p style="color: &quot;red&quot;"></p>')
     finished = finish.finish(page, tmp_path)

@@ -53,7 +53,9 @@ def test_axe_finds_nothing_serious(open_page, node_modules, page_name, look):
 
 
 # Of a group of radio buttons, such as tabs are, Tab reaches the chosen one, and arrows the others.
-TABBABLE = """() => [...document.querySelectorAll('a[href], button, input, summary, [tabindex="0"]')].filter(
+TABBABLE = """() => [
+  ...document.querySelectorAll('a[href], button, input, summary:not([tabindex="-1"]), [tabindex="0"]'),
+].filter(
   e => e.type !== 'hidden' && e.checkVisibility({visibilityProperty: true}) && (e.type !== 'radio' || e.checked))"""
 
 
