@@ -1172,7 +1172,9 @@ for layout, (color, marker) in markers.items():
     of_layout = [operations for operations in drawn if drawn[operations][3] == layout]
     ax.scatter(of_layout, [ratios[x] for x in of_layout], color=color, marker=marker, label=layout)
 ax.axhline(1, color="#555555", linestyle=":", linewidth=1.5)
-ax.set(xscale="log", xlabel="billion operations", ylabel="triton_gallery / torch")
+# The limits are given, as there may be no point.
+ax.set(xscale="log", xlim=(min(drawn) / 2, max(drawn) * 2), xlabel="billion operations")
+ax.set(ylabel="triton_gallery / torch")
 ax.legend(title="layout")
 plt.show()
 

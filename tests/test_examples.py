@@ -100,6 +100,29 @@ def test_page_runs_as_a_script(page, tmp_path):
     assert list(tmp_path.iterdir()) == [script]
 
 
+DRAW = """
+import io, runpy, sys
+import matplotlib.pyplot as plt
+runpy.run_path(sys.argv[1], run_name="__main__")
+for number in plt.get_fignums():
+    plt.figure(number).savefig(io.BytesIO(), format="svg")
+"""
+
+
+@these(PAGES[2])
+def test_page_draws_its_figures_where_nothing_is_measured(page, tmp_path):
+    """Who changes kernels has no records of them, and builds the site all the same."""
+    src = shutil.copytree(gallery.ROOT / "src", tmp_path / "src")
+    for operation in ("vector_add", "softmax", "matmul", "dropout", "layer_norm", "attention"):
+        with (src / "triton_gallery" / f"{operation}.py").open("a", encoding="utf-8") as file:
+            file.write("\n_CHANGED = True\n")
+    environment = without_gpu() | {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(src)}
+    command = [sys.executable, "-c", DRAW, generated(page, tmp_path).name]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "not yet measured since the kernels changed" in run.stdout
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory) -> Path:
     """A Python in which `pip install` put the package, beside the libraries that this one has; no checkout in sight."""

@@ -182,7 +182,7 @@ def test_thumbnails_have_captions_in_sight(open_page):
 def test_every_piece_of_code_can_be_copied(open_page):
     page = open_page(TUTORIAL)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    code = page.locator("div.highlight:has(> pre)")
+    code = page.locator("div:not(.sphx-glr-script-out) > div.highlight:has(> pre)")
     assert page.locator("div.highlight button.copybtn").count() == code.count() > 10
     first = code.first
     first.hover()
