@@ -125,7 +125,7 @@ print(f"the largest x with a finite exponential: {math.log(torch.finfo(torch.flo
 print(f"{math.log(torch.finfo(torch.float16).max):.1f} in float16")
 
 # %%
-# Infinity divided by infinity. (Without a GPU it is NumPy that computes, and it warns elsewhere than on this page; a
+# Infinity divided by infinity. (Without a GPU it is NumPy that computes, and a script or notebook shows its warning; a
 # GPU says nothing.) The scores inside a language model exceed such limits all the time. Subtracting the maximum is what
 # makes softmax *safe*: then no exponent is above 0, no exponential above 1, and the sum is at least 1, since one of its
 # terms is :math:`e^0`. In a kernel that already holds the row it costs no byte.
