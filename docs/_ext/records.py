@@ -1,8 +1,9 @@
 """The page of all records, the files behind every figure and table, and a tab for each GPU.
 
 ``.. records::`` shows every committed record, a tab for each folder of ``records/``: a summary, then for each benchmark
-its figure, its table, its files, and how its numbers changed from commit to commit, as far as git knows. A report in a
-page of the gallery gets a tab for every other GPU that has a record of the same benchmark.
+its figure, its table, its files, and how its numbers changed from commit to commit, as far as git knows. Both go by the
+pages that measure them, and by where in its page each does. A report in a page of the gallery gets a tab for every
+other GPU that has a record of the same benchmark.
 
 Reports carry their data as ``data:`` links, because a notebook has nowhere to put files. The site publishes them as
 ``_static/records/<gpu>/<benchmark>.json`` and ``.csv``, and the links lead there.
@@ -17,12 +18,12 @@ from html import escape
 from pathlib import Path
 
 from docutils import nodes
-from gallery import page_of, report
+from gallery import measuring, page_of, report
 from measured import NONE_YET, RECORDS, gpus, label, list_table, note_record, tab_set
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery._report import Report, is_ours, is_study, place, slug
+from triton_gallery._report import NOT_YET, Report, is_ours, is_study, place, slug
 from triton_gallery.benchmark import _read
 
 logger = logging.getLogger(__name__)
@@ -102,23 +103,25 @@ class Records(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         if not gpus():
             return [nodes.note("", nodes.paragraph("", NONE_YET))]
-        tabs, names = {}, {gpu: [path.stem for path in sorted((RECORDS / gpu).glob("*.json"))] for gpu in gpus()}
+        names = {gpu: [path.stem for path in sorted((RECORDS / gpu).glob("*.json"))] for gpu in gpus()}
         reports = {gpu: {name: report(name, gpu) for name in names[gpu]} for gpu in names}
+        tabs, docnames = {}, sorted(self.env.found_docs)
         # First the GPU with the most figures of today's kernels.
         for gpu, found in sorted(reports.items(), key=lambda item: -_num_current(item[1])):
-            lines = _summary(gpu, found)
-            for name, one in found.items():
-                note_record(self.env, name)
-                lines += self._one(gpu, name, one)
+            pages = {_docname(page, docnames): of_page for page, of_page in _by_page(found).items()}
+            lines = _summary(gpu, pages)
+            for docname, of_page in pages.items():
+                lines += ["", f".. rubric:: {_page_title(docname)}", "   :heading-level: 2", ""]
+                for name, one in of_page.items():
+                    note_record(self.env, name)
+                    lines += self._one(gpu, name, one)
             tabs[gpu] = (next(iter(found.values())).record["gpu"], lines)
         return self.parse_text_to_nodes("\n".join(tab_set(tabs)))
 
     def _one(self, gpu: str, name: str, found) -> list[str]:
-        r, page = found.record, page_of(found.record)
         table = _published(found._repr_html_(), self.env.current_document.docname)
-        lines = ["", f".. _{label(gpu, name)}:", "", f".. rubric:: {r['title']}", "   :heading-level: 2", ""]
-        explained = [docname for docname in sorted(self.env.found_docs) if page and f"/{page}/" in f"/{docname}/"]
-        lines += [f"Explained in :doc:`/{explained[0]}`.", ""] if explained else []
+        title = found.record["title"]
+        lines = ["", f".. _{label(gpu, name)}:", "", f".. rubric:: {title}", "   :heading-level: 3", ""]
         if not found.outdated:
             lines += [f".. image:: /{draw(Path(self.env.srcdir), found)}", f"   :alt: {alt(found)}", ""]
         lines += [
@@ -135,17 +138,40 @@ def _num_current(found: dict) -> int:
     return sum(not one.outdated for one in found.values())
 
 
-def _summary(gpu: str, found: dict) -> list[str]:
+def _by_page(found: dict) -> dict[str | None, dict]:
+    """The reports of each page that measures, in the order of the pages and of their benchmarks; those of none last."""
+    texts = measuring()
+    pages = {page: {} for page in [*texts, None]}
+
+    def place_in_page(name):
+        function = found[name].record["inputs"].partition("(")[0]
+        return texts.get(page_of(found[name].record), "").find(f"def {function}("), name
+
+    for name in sorted(found, key=place_in_page):
+        pages.setdefault(page_of(found[name].record), {})[name] = found[name]
+    return {page: of_page for page, of_page in pages.items() if of_page}
+
+
+def _docname(page: str | None, docnames: list[str]) -> str | None:
+    """The document of what ``make record PAGE=`` calls so."""
+    return next((docname for docname in docnames if page and f"/{page}/" in f"/{docname}/"), None)
+
+
+def _page_title(docname: str | None) -> str:
+    return f":doc:`/{docname}`" if docname else "Measured by no page any more"
+
+
+def _summary(gpu: str, pages: dict[str | None, dict]) -> list[str]:
     rows = [("Measured", "ratio to the best peer: lowest", "median", "highest", "on")]
-    for name, one in sorted(found.items(), key=lambda item: item[1].outdated):
-        if "-ladder-" in name or is_study(name):
-            continue  # compares the versions of a page with one another, and these are no peers
-        title = f":ref:`{one.record['title']} <{label(gpu, name)}>`"
-        if one.outdated or len(one.providers) == 1:
-            ratios = (one.quote("triton_gallery", None, "median"), "", "") if one.outdated else ("", "", "")
-        else:
-            ratios = (one.quote("triton_gallery", "peers", at) for at in ("worst", "median", "best"))
-        rows.append((title, *ratios, one.record["date"]))
+    for docname, of_page in pages.items():
+        rows.append((_page_title(docname), "", "", "", ""))
+        for name, one in of_page.items():
+            title = f":ref:`{one.record['title']} <{label(gpu, name)}>`"
+            ratios = (NOT_YET if one.outdated else "", "", "")
+            # What a page or a chapter compares with one another are no peers.
+            if not one.outdated and "-ladder-" not in name and not is_study(name):
+                ratios = (one.quote("triton_gallery", "peers", at) for at in ("worst", "median", "best"))
+            rows.append((title, *ratios, one.record["date"]))
     return list_table(rows, "measured", "summary")
 
 
