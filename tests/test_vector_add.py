@@ -437,6 +437,8 @@ def test_add_refuses_an_alpha_of_another_category():
         tg.add(ints, ints, alpha=0.5)
     with pytest.raises(TypeError, match=r"add: alpha must be an int or a float when the result is torch.float32"):
         tg.add(floats, floats, alpha=True)
+    with pytest.raises(TypeError, match=r"add: alpha must be an int when the result is torch.int64, got True"):
+        tg.add(ints, ints, alpha=True)
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1])

@@ -101,7 +101,8 @@ def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -
     if isinstance(alpha, float) and not dtype.is_floating_point:
         raise TypeError(f"add: alpha must be an int when the result is {dtype}, got {alpha}")
     if isinstance(alpha, bool) and dtype != torch.bool:
-        raise TypeError(f"add: alpha must be an int or a float when the result is {dtype}, got {alpha}")
+        kinds = "an int or a float" if dtype.is_floating_point else "an int"
+        raise TypeError(f"add: alpha must be {kinds} when the result is {dtype}, got {alpha}")
     for t in (x, y):
         if _have_shape(shape, t):
             return torch.empty_like(t, dtype=dtype)
