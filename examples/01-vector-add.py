@@ -404,8 +404,8 @@ for name, (programs, block_size) in at_once.items():
 
 # %%
 # Only the last line comes to 1.4 MiB, and to far more. Two versions cannot follow to the end of the sweep: a block ends
-# where registers do, and the loop, at :math:`2^{24}` elements, where our patience does. (Of the rest the table says that
-# they do not apply.)
+# where registers do, and the loop, at :math:`2^{24}` elements, where our patience does. The table says of both that
+# they do not apply there.
 
 
 @tg.benchmark.perf_report(

@@ -151,7 +151,7 @@ torch.testing.assert_close(whole_k_matmul(a, b), a @ b)
 # -------------------------
 #
 # With the loop from the Python version, the memory a program needs does not depend on :math:`K` any more. The blocks of
-# addresses move on by one step in each round. The sums are float32 although the inputs are float16: a sum of thousands
+# addresses move on by one step each time. The sums are float32 although the inputs are float16: a sum of thousands
 # of products needs the digits. They are rounded once, at the end; `tl.store` would do so even without `.to`, as it did
 # in the first rung.
 
@@ -434,7 +434,7 @@ def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
 #   and "bf16x6" is the way of `dot` for Hopper, of which a section below tells. `MAX_NUM_IMPRECISE_ACC` is about
 #   float8 alone: after so many products, sums that the matrix unit keeps with fewer bits are added to those in float32.
 # - The loop has no barrier and no mention of shared memory. The compiler keeps the tiles of several steps there, so
-#   that the copies for the next rounds are under way while the matrix unit works on this one: `num_stages` steps where
+#   that the copies for the next steps are under way while the matrix unit works on this one: `num_stages` of them where
 #   the matrix unit reads shared memory itself, as it does on Blackwell, and on Hopper in tiles of 64 rows or more, one
 #   fewer elsewhere. More stages hide more of the memory's latency, and take room from larger tiles. `num_stages` is a
 #   matter of the launch, as `num_warps` is; `my_matmul` leaves it at Triton's 3.
@@ -901,8 +901,19 @@ report_thin.plot()
 report_thin
 
 # %%
-# On the right the curves fall, as they must: with some 190 rows the intensity passes the ridge, and from there on it is
-# arithmetic that takes the time.
+# The time of a thin product is that of reading its weight. On the right the curves fall, as they must: with some 190
+# rows the intensity passes the ridge, and from there on it is arithmetic that takes the time.
+#
+# We are ahead of torch or about even at
+# all sizes of the sweep, at :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
+# :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery /
+# torch at 32` for 32. The lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row
+# reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles
+# of the matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. What one row
+# shows to be possible is missed by a few percent. The rest we think is the flush before each call, which leaves the L2
+# cache full of numbers that still have to be written to memory and take a part of the bandwidth. A copy of as many
+# bytes suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many
+# bytes at 2`.
 #
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
 # 128 × 128, and 116 of 132 multiprocessors would have nothing to do. So we cut :math:`K` into parts (*split K*). Every
@@ -1078,6 +1089,13 @@ reports["matmul-long-fp16"].plot()
 reports["matmul-long-fp16"]
 
 # %%
+# With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024`
+# torch's rate, where a third of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
+# :math:`K` is cut. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
+# 128, so that fewer parts will do. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` where that
+# begins, at :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, and at
+# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end.
+#
 # Odd sides, which neither TMA nor wide loads can take as they are:
 
 reports["matmul-odd-fp16"].plot()
@@ -1087,6 +1105,16 @@ reports["matmul-odd-fp16"].plot()
 reports["matmul-odd-fp16"]
 
 # %%
+# With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
+# our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
+# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
+# it that this pays. Here that is from 4095 on, where it is a little ahead: we are at :measured:`matmul-odd-fp16:
+# triton_gallery / torch.compile at 4095` its rate at 4095³ and at :measured:`matmul-odd-fp16: triton_gallery /
+# torch.compile at 8191` at 8191³. Below, it left the matrices as they are, and our rate is :measured:`matmul-odd-fp16:
+# triton_gallery / torch.compile at 1023` its own at 1023³ and :measured:`matmul-odd-fp16: triton_gallery /
+# torch.compile at 2047` at 2047³. The trial may come out differently each time: in an earlier record of an H100 it
+# padded these two as well, and was even with us or a little ahead.
+#
 # And a bias and GELU on the way out:
 
 reports["matmul-gelu-fp16"].plot()
@@ -1094,6 +1122,14 @@ reports["matmul-gelu-fp16"].plot()
 # %%
 
 reports["matmul-gelu-fp16"]
+
+# %%
+# They bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best other one at 1024³, where a
+# launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at 2048³. In larger products the
+# trip that they save weighs less: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` the
+# best other one, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While a tile is on its way
+# out the matrix unit waits, so each instruction of the activation counts: this one squares the inverse of a root, which
+# the GPU has an instruction for, and needs no division.
 
 # %%
 # Products drawn by lot
@@ -1202,6 +1238,36 @@ print(f"K of 200 to 1000 and more than 132 tiles of 64 × 64: {len(middle)}, {mi
 report_drawn
 
 # %%
+# Half of these products reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's rate or more, and
+# the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a tenth of a billion operations
+# we are ahead in nearly all; from there on torch is in most. Such a list finds what chosen sizes hide.
+#
+# Most of the lowest five have tiles for a part of the GPU and much to read, and cuBLAS has a tile that fits. A profiler
+# shows the names of its kernels, which speak of 96 × 256 in two of them and of 64 × 80, 64 × 48 and 224 × 128 in the
+# others. In 4528 × 672 × 12752, the lowest, 96 × 256 makes 126 tiles, which leave only 6 of 132 multiprocessors idle
+# and almost nothing of a tile empty. Ours are 108 of 128 × 256: 24 multiprocessors are idle, and three eighths of every
+# third tile are empty. To cut its :math:`K` at other places, as Stream-K does, so that all multiprocessors have the
+# same to do, made it slower: they are then at different places along :math:`K`, and no longer read what their
+# neighbours have just brought to L2. (That is what we think; no record holds it.)
+#
+# The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that are multiples of 16.
+# Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin anywhere, and which has
+# more steps of a long :math:`K` on their way. Among these are thin products, but with up to 16 rows or columns not
+# those whose narrow strips already fill half of the GPU.
+#
+# With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in
+# more than half of those that were drawn; the last line that is printed above has the range. What makes that we have
+# not found out.
+#
+# Which tile, and how many parts? For the fifth rung the library reckons how long each choice takes: the multiplications
+# of the rounds, what comes from memory, and the sum of the parts. It takes the quickest. The rates that it reckons with
+# were fitted to measured times, of some twenty choices for each of 270 products, until the order came out best: on
+# average the choice is one or two per cent slower than the quickest of the twenty. (No record holds these.) Trials find
+# what the rules miss, also among the third rung's tiles: little on average, a few per cent here and there, as printed
+# above. The lowest one stays, at :measured:`matmul-drawn-fp16: triton_gallery, tuned / torch at worst` torch's rate:
+# none of the tiles that we have is quicker there.
+
+# %%
 # Float32 on a matrix unit that takes 16 bits
 # -------------------------------------------
 #
@@ -1262,6 +1328,14 @@ report_fp32.plot()
 # %%
 
 report_fp32
+
+# %%
+# In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
+# triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
+# at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. At 1024³ it is :measured:`matmul-fp32:
+# triton_gallery / torch at 1024`. Below that there are few tiles, and we gain less or lose: we are at
+# :measured:`matmul-fp32: triton_gallery / torch at 768` at 768³ and at :measured:`matmul-fp32: triton_gallery / torch
+# at 512` at 512³.
 
 # %%
 # What the compiler made of it
@@ -1385,72 +1459,6 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 # median of another size may pass it, as that of the gradients at 4096 in bfloat16 does, at
 # :measured:`matmul-bwd-bf16: triton_gallery / limit at 4096`. In float8 it is the quicker product whose sums have fewer
 # bits, which neither curve uses.
-#
-# In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
-# triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
-# at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. At 1024³ it is :measured:`matmul-fp32:
-# triton_gallery / torch at 1024`. Below that there are few tiles, and we gain less or lose: we are at
-# :measured:`matmul-fp32: triton_gallery / torch at 768` at 768³ and at :measured:`matmul-fp32: triton_gallery / torch
-# at 512` at 512³.
-#
-# The time of a thin product is that of reading its weight, up to some 190 rows. We are ahead of torch or about even at
-# all sizes of the sweep, at :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
-# :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery /
-# torch at 32` for 32. The lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row
-# reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles
-# of the matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. What one row
-# shows to be possible is missed by a few percent. The rest we think is the flush before each call, which leaves the L2
-# cache full of numbers that still have to be written to memory and take a part of the bandwidth. A copy of as many
-# bytes suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many
-# bytes at 2`.
-#
-# With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024`
-# torch's rate, where a third of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
-# :math:`K` is cut. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
-# 128, so that fewer parts will do. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` where that
-# begins, at :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, and at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end.
-#
-# With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
-# our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
-# :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
-# it that this pays. Here that is from 4095 on, where it is a little ahead: we are at :measured:`matmul-odd-fp16:
-# triton_gallery / torch.compile at 4095` its rate at 4095³ and at :measured:`matmul-odd-fp16: triton_gallery /
-# torch.compile at 8191` at 8191³. Below, it left the matrices as they are, and our rate is :measured:`matmul-odd-fp16:
-# triton_gallery / torch.compile at 1023` its own at 1023³ and :measured:`matmul-odd-fp16: triton_gallery /
-# torch.compile at 2047` at 2047³. The trial may come out differently each time: in an earlier record of an H100 it
-# padded these two as well, and was even with us or a little ahead.
-#
-# A bias and GELU on the way out bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best other
-# one at 1024³, where a launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at 2048³. In
-# larger products the trip that they save weighs less: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery /
-# peers at 4096` the best other one, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While
-# a tile is on its way out the matrix unit waits, so each instruction of the activation counts: this one squares the
-# inverse of a root, which the GPU has an instruction for, and needs no division.
-#
-# Of the products drawn by lot, half reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's
-# rate or more, and the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a tenth
-# of a billion operations we are ahead in nearly all; from there on torch is in most. Such a list finds what chosen
-# sizes hide. The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that
-# are multiples of 16. Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin
-# anywhere, and which has more steps of a long :math:`K` on their way. Among these are thin products, but with up to 16
-# rows or columns not those whose narrow strips already fill half of the GPU. Most of the lowest five have tiles for a
-# part of the GPU and much to read. In 4528 × 672 × 12752, the lowest, there are 108 tiles of 128 × 256, and three
-# eighths of every third one are empty. To cut its :math:`K` at other places, as Stream-K does, so that all
-# multiprocessors have the same to do, made it slower: they are then at different places along :math:`K`, and no longer
-# read what their neighbours have just brought to L2. (That is what we think; no record holds it.)
-#
-# With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in
-# more than half of those that were drawn; the last line that is printed where they are drawn has the range. What makes
-# that we have not found out.
-#
-# Which tile, and how many parts? For the fifth rung the library reckons how long each choice takes: the multiplications
-# of the rounds, what comes from memory, and the sum of the parts. It takes the quickest. The rates that it reckons with
-# were fitted to measured times, of some twenty choices for each of 270 products, until the order came out best: on
-# average the choice is one or two per cent slower than the quickest of the twenty. (No record holds these.) Trials find
-# what the rules miss, also among the third rung's tiles: little on average, a few per cent here and there, as printed
-# at the products drawn by lot. The lowest one stays, at :measured:`matmul-drawn-fp16: triton_gallery, tuned / torch at
-# worst` torch's rate: none of the tiles that we have is quicker there.
 
 # %%
 # Break it: forget the short group

@@ -44,9 +44,9 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 # - forward: read :math:`x`, write :math:`\text{out}` (:math:`2s`), and write the mask (1)
 # - backward: read the incoming gradient, write the outgoing one (:math:`2s`), and read the mask (1)
 #
-# Memory is what limits such an operation, as in the addition of page one, so bytes are time: in float16 the mask
-# makes 5 bytes of 4, a quarter more. It costs something else as well. Between the two passes it occupies memory, one
-# byte per element and layer, exactly when a training step needs all the memory it can get.
+# Memory is what limits such an operation, as in the addition of page one, so bytes are time: in float16 each pass moves
+# 5 bytes with the mask and 4 without it, a quarter more. It costs something else as well. Between the two passes it
+# occupies memory, one byte per element and layer, exactly when a training step needs all the memory it can get.
 
 for dtype in (torch.float32, torch.float16):
     s = dtype.itemsize
@@ -75,8 +75,8 @@ torch.testing.assert_close(out, torch.where(keep, x / (1 - 0.3), 0.0))
 # The stored mask, for comparison
 # -------------------------------
 #
-# The last two lines fit into one kernel: an addition with a select in place of the sum. The random numbers still come
-# from torch.
+# The last two lines fit into one kernel. It is the addition of page one, with a select where that has the sum. The
+# random numbers still come from torch.
 
 
 @triton.jit
@@ -166,11 +166,12 @@ torch.testing.assert_close(seeded_dropout(call_per_element_kernel, x, p=0.3, see
 # Every word is used twice
 # ------------------------
 #
-# One call gives four words and takes some sixty instructions. A fast memory moves numbers sooner than that, so we let
-# eight elements share a call, two to each word. The first of the two compares the word with :math:`p \cdot 2^{32}`, the
-# second the word with its halves swapped. Each is a number of 32 bits as random as any other. Are the two independent?
-# The first 16 bits of a number all but always decide whether it is smaller, and there the two share nothing. Only if
-# they equal the first 16 bits of :math:`p \cdot 2^{32}`, once in 65536 times, does the other half have a say.
+# One call gives four words and takes some sixty instructions, six for each round, as a section below counts. A fast
+# memory moves numbers sooner than that, so we let eight elements share a call, two to each word. The first of the two
+# compares the word with :math:`p \cdot 2^{32}`, the second the word with its halves swapped. Each is a number of 32
+# bits as random as any other. Are the two independent? The first 16 bits of a number all but always decide whether it
+# is smaller, and there the two share nothing. Only if they equal the first 16 bits of :math:`p \cdot 2^{32}`, once in
+# 65536 times, does the other half have a say.
 
 
 def draws(seed, n):
@@ -214,8 +215,8 @@ def my_dropout(x, p, seed):
 # - `tl.join(tl.join(a, c), tl.join(b, d))` interleaves the four words. Joining puts two blocks side by side in a new
 #   last dimension; read row by row, the result is :math:`a_0, b_0, c_0, d_0, a_1, \ldots`, and the next `tl.join` puts
 #   each word's twin behind it: one draw for each element in the order of the elements.
-# - `threshold` is :math:`p \cdot 2^{32}`, rounded to an integer. So many of all draws are below it, and
-#   :math:`P(\text{draw} < \text{threshold})` is :math:`p` to the last of 32 bits, and the kernel rounds nothing. The
+# - `threshold` is :math:`p \cdot 2^{32}`, rounded to an integer. Of the :math:`2^{32}` possible draws just so many
+#   are below it, so :math:`P(\text{draw} < \text{threshold})` is :math:`p` to the last of 32 bits. The
 #   comparison is unsigned, hence `tl.uint32`: as a signed number, a draw of :math:`2^{31}` or more would be negative.
 # - `is_full` parts the last block from the others. A mask that may end between any two elements would have the compiler
 #   load number by number, in all blocks. (Where `n_elements` is a multiple of 16 it knows better by itself.)
@@ -533,10 +534,10 @@ report_both
 # %%
 # At the left end starting two kernels takes several times as long as moving the bytes. At the right end only bytes and
 # instructions count, as in the forward pass: :measured:`dropout-fwd-bwd-fp16: triton_gallery / limit at 268435456` of a
-# copy's rate, and :measured:`dropout-fwd-bwd-fp16: triton_gallery / peers at 268435456` the best other's, torch's.
-# Its mask explains a part of that: it reaches :measured:`dropout-fwd-bwd-fp16: torch / limit at 268435456` where the
-# bytes of a mask leave 80 %. `torch.compile` moves as many bytes as torch. Like the third version of ours, it draws a
-# number of its own for each element.
+# copy's rate, and :measured:`dropout-fwd-bwd-fp16: triton_gallery / peers at 268435456` the best other's, torch's. Its
+# mask explains a part of that: it reaches :measured:`dropout-fwd-bwd-fp16: torch / limit at 268435456` where the bytes
+# of a mask leave 80 %. `torch.compile` moves as many bytes as torch. Like our version with a call for each element, it
+# draws a number of its own for each.
 
 # %%
 # Arithmetic that memory does not notice
@@ -558,7 +559,7 @@ tg.benchmark.roofline(report_fp32, points, title="Dropout, forward")
 # %%
 # Both points are at the slope. But these are operations on 32-bit integers, which the matrix unit does not have, and
 # their own roof is far below the flat part. One call for each element, some hundred operations in the place of 16, hits
-# it: that was the third version.
+# it: that was the version with a call for each.
 
 # %%
 # What the compiler made of it

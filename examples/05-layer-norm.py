@@ -37,8 +37,8 @@ import triton.language as tl
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 # %%
-# Here is the formula in torch, one operation at a time. Each line reads whole matrices from memory and writes whole
-# matrices back; the comments count them, in units of :math:`M \times N` elements.
+# Here is the formula in torch, one operation at a time. Each line reads a whole matrix from memory, and all but two
+# write one back; the comments count them, in units of :math:`M \times N` elements.
 
 
 def layer_norm_unfused(x, w, b, eps=1e-5):
@@ -129,10 +129,10 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # Line by line:
 #
 # - `rows` and `cols` span a tile of `BLOCK_M` rows and `BLOCK_N` columns. `BLOCK_N` is the least power of two that is
-#   no smaller than the row's length :math:`N`, so a tile always holds whole rows. Of float16, in lengths that four
-#   divides, the package makes tiles of 1024 numbers, a row of 1024 or 16 of 64, because with one short row to a program
-#   most threads would have nothing to do; where there are many rows of more than 128, tiles have two or four times as
-#   many.
+#   no smaller than the row's length :math:`N`, so a tile always holds whole rows. With one short row to a program
+#   most threads would have nothing to do, so short rows share a tile. In float16, for lengths that are multiples of 4,
+#   the package makes tiles of 1024 numbers: a row of 1024, or 16 rows of 64. Where there are many rows of more than 128
+#   numbers, tiles have two or four times as many.
 # - `COMPUTE_DTYPE` is the dtype of the statistics, that of `rstd`: float32 here, and in the library float64 for float64
 #   input. `x` is widened before the first sum, weight and bias where they are used, and only the last store narrows.
 # - `weight` and `bias` are needed last, and asked for together with `x`. Why, a section below says.
@@ -175,16 +175,17 @@ torch.testing.assert_close(y, expected)
 # .. math:: db_j = \sum_i dy_{ij}, \qquad dw_j = \sum_i dy_{ij} \, \hat{x}_{ij}
 #
 # What goes on to :math:`\hat{x}` is :math:`g_{ij} = dy_{ij} \, w_j`. From here on rows do not meet, so we drop the
-# index of the row. An element :math:`x_k` acts on every :math:`\hat{x}_j` of its row in three ways: directly, through
-# the mean, and through :math:`r = 1 / \sqrt{\sigma^2 + \epsilon}`. The last two are
+# index of the row. An element :math:`x_k` acts on its own :math:`\hat{x}_k` directly, and on every :math:`\hat{x}_j` of
+# its row through the mean and through :math:`r = 1 / \sqrt{\sigma^2 + \epsilon}`. The last two are
 #
 # .. math::
 #     \frac{\partial \mu}{\partial x_k} = \frac{1}{N}, \qquad
 #     \frac{\partial r}{\partial x_k} = -\frac{r^3}{2} \frac{\partial \sigma^2}{\partial x_k} = -\frac{r^2 \hat{x}_k}{N}
 #
 # since :math:`\partial \sigma^2 / \partial x_k = 2 (x_k - \mu) / N`, and :math:`x_k - \mu = \hat{x}_k / r`. (That
-# :math:`\mu` moves with :math:`x_k` adds nothing to the variance: the distances from the mean sum to 0.) Together they
-# give the Jacobian of one row, :math:`N` numbers wide and :math:`N` high:
+# :math:`\mu` moves with :math:`x_k` adds nothing to the variance: the distances from the mean sum to 0.) The product
+# rule, applied to :math:`\hat{x}_j = (x_j - \mu) \, r`, puts them together to the Jacobian of one row, :math:`N`
+# numbers wide and :math:`N` high (:math:`\delta_{jk}` is 1 where :math:`j = k` and 0 elsewhere):
 #
 # .. math::
 #     \frac{\partial \hat{x}_j}{\partial x_k} =
@@ -252,15 +253,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #   second one wherever there is room, and those wait in `gdc_wait` until the first kernel has ended. What it saves
 #   is the start of the second kernel. Our launcher below leaves it off.
 #
-# Rows of more than 1024 numbers, up to 10240 of 16 bits or 5120 of 32, take another kernel, which sums the same way,
-# but cuts a row into equal blocks, as the forward pass will do below (`_layer_norm_bwd_blocks_kernel`). The next power
-# of two may be nearly twice the row; of the last block at most a part is empty. A program of that kernel has one row at
-# a time, and as few warps as have the registers for it: the fewer, the fewer wait for each other at each sum. Shorter
-# rows take the kernel with the blocks, too, if they begin between multiples of 16 bytes and have 32 numbers or more;
-# then up to four share a warp. The one above keeps, of rows of more than 1024 numbers, those of up to 4096 of 16 bits
-# whose length is a multiple of 4 and not of 8, those of 5121 to 8192 of float32 that it can read four at a time, and
-# float64. And a few short rows, up to four tiles of them, have one program, which gets `dw` and `db` themselves for its
-# partial rows: the second launch would take longer than all the rest.
+# Rows of more than 1024 numbers, up to 10240 of 16 bits or 5120 of 32, take another kernel,
+# `_layer_norm_bwd_blocks_kernel`. It sums the same way, but cuts a row into equal blocks, as the forward pass will do
+# below. The next power of two may be nearly twice the row; of the blocks only the last is empty in part. A program of
+# that kernel has one row at a time, and as few warps as have the registers for it: the fewer, the fewer wait for each
+# other at each sum. It takes shorter rows, too, if they begin between multiples of 16 bytes and have 32 numbers or
+# more; then up to four share a warp. The kernel above keeps the other short rows, and some kinds of longer ones
+# (`_in_blocks` in the source has the limits). A few short rows, up to four tiles of them, have one program, which gets
+# `dw` and `db` themselves for its partial rows: the second launch would take longer than all the rest.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -592,8 +592,8 @@ backward_ladder
 # for each element, eight bytes where the rest is six. They go to the L2 cache, which adds those for one address one
 # after the other, and here every address gets 4096 of them. With partial rows a program adds up some 16 rows in its
 # registers before it sends anything. Less has to travel, nobody waits for anybody, and the result has the same bits
-# every time. At 4096 columns that makes :measured:`layer-norm-bwd-ladder-fp16: partial rows / atomic additions at
-# 4096`.
+# every time. At 4096 columns it has :measured:`layer-norm-bwd-ladder-fp16: partial rows / atomic additions at 4096` the
+# rate of the atomic additions.
 #
 # The last step is once more one of layout. Our tile is one row and 16 warps, whatever the length. The library picks
 # rows, warps and the number of programs by the length, which at 1024 columns is worth another
@@ -705,10 +705,10 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # bias in between, since they do not depend on the sums. That is why the kernel at the top of the page asks for both
 # together with `x`. In the text this is a matter of taste; in the machine code it is not, as the compiler moves no load
 # across the barriers of a sum. In longer rows, which take the kernel with blocks, weight and bias loaded early wait in
-# registers for as long as the row does. With 6144 numbers of 16 bits there is room for that, and with 2048 if weight
-# and bias are float32. Longer rows would have fewer neighbours on their multiprocessor, which costs more than it saves,
-# unless there are so few that all programs run at once. Then the library loads early, too. Few rows of more than 10240
-# numbers it also spreads over more threads.
+# registers for as long as the row does. In rows of up to 6144 numbers of 16 bits there is room for that, or of up to
+# 2048 if weight and bias are float32. Longer rows would have fewer neighbours on their multiprocessor, which costs more
+# than it saves, unless there are so few that all programs run at once. Then the library loads early, too. Few rows of
+# more than 10240 numbers it also spreads over more threads.
 #
 # Here are rows of 4096 bfloat16 numbers, from one of them to a thousand. We count the bytes of the weight and the bias
 # as well: for one row they are half of all.
@@ -967,15 +967,12 @@ rms_report
 # Parts of rows on Hopper copy only whole vectors to shared memory. What is left at the ends is loaded number by number,
 # two rows ahead, by the first threads of a program; it joins the sums when the lanes meet.
 #
-# All of this takes instructions, too, and pays only where there are enough numbers. Forward, `tl` loads whole vectors
-# of odd rows of 257 to 8184 16-bit numbers, from two million of them on. Multiples of 4, and beyond 1024 multiples of
-# 2, are as quick in the plain kernels, which read so many numbers at a time. Other odd rows of up to 24576 they load
-# number by number, shorter ones in small programs, each of which has not many to wait for. On Hopper the kernel with
-# the parts takes odd rows of more than 8184 numbers where `x` has 16 MiB or more, and all of more than 24576, which
-# other GPUs read twice (multiples of 4 from 49153 on). Backward, `tl` loads whole vectors of odd rows of 32 numbers or
-# more that stay in registers (up to 10233 numbers of 16 bits, 5117 of float32), but for multiples of 4 between 1024 and
-# 4096 of 16 bits. On Hopper longer ones have parts, but for those of up to 8192 float32 numbers where `x` has less than
-# 32 MiB.
+# All of this takes instructions, too, and pays only where there are enough numbers: forward in odd rows of 257 to 8184
+# 16-bit numbers, if `x` has two million numbers or more. Multiples of 4, and beyond 1024 multiples of 2, are as quick
+# in the plain kernels, which read so many numbers at a time; other odd rows they load number by number. Backward it
+# pays in nearly all odd rows of 32 numbers or more that registers hold. On Hopper longer rows lie in parts, if `x` is
+# large or other kernels would read it twice. (`_in_blocks` in the source, and `plan_forward` and `plan_backward` of
+# Hopper's kernels have the limits.)
 #
 # Here are a forward and a backward pass together, over 128 MiB whatever the length.
 
@@ -1017,13 +1014,13 @@ odd_report
 
 # %%
 # It does not make up for everything: masks, and the numbers at the ends, take time that a row of 8192 numbers does not
-# need. With 8191, which would take a fifth block in the forward pass and are cut into parts instead, and which do take
-# one in the backward pass, both together run at
-# :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / copy of as many bytes at 8191` of a copy's rate, with 777 at
-# :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / copy of as many bytes at 777`, and with 5001 at
-# :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / copy of as many bytes at 5001`. Against the best other
-# provider, the lowest ratio of the sweep is :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / peers at worst`.
-# Who can choose a length still chooses a multiple of 8.
+# need. A row of 8191 may begin within a vector, and then needs a fifth block. The backward pass takes one; the forward
+# pass cuts the row into parts instead. Both together run at :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery /
+# copy of as many bytes at 8191` of a copy's rate, with 777 at :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery /
+# copy of as many bytes at 777`, and with 5001 at :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / copy of as
+# many bytes at 5001`. Against the best other provider, the lowest ratio of the sweep is
+# :measured:`layer-norm-odd-fwd-bwd-fp16: triton_gallery / peers at worst`. Who can choose a length still chooses a
+# multiple of 8.
 #
 # The registers are the budget
 # ----------------------------
@@ -1060,18 +1057,20 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 # Some of this follows from the bytes. Short rows make small tensors, which take only a few microseconds; starting the
 # work and waiting for the first load weigh more than the transfer. The dotted line, a copy of as many bytes, has to
 # wait in the same way: the forward pass stays close to it, and the backward pass, with two launches, further below.
+#
 # With longer rows the rate should rise. The curve of the backward pass does, but on an H200 for a step where a new
 # block begins: from :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 it goes to
 # :measured:`layer-norm-bwd-fp16: triton_gallery at 6656` at 6656, where a fourth block of 2048 is mostly empty, and to
 # :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192, where it is full. With a fifth one there are
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and a little more from there to 10240. Beyond 10240 a
-# row of 16 bits and its sums no longer fit into registers. On Hopper they need not (`hopper/layer_norm_backward.py`, in
-# Gluon): `x`, `dy` and the weight wait in shared memory, from where they can be read twice, and registers hold the sums
-# alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one multiprocessor. Longer
-# rows, and those of more than 8192 32-bit numbers, are cut into parts, as in the forward pass. This time the programs
-# of a row tell each other their shares of the two sums that each element of `dx` needs. Each change of kernel is a step
-# down in the curve: from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240 it goes to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 10752` at 10752, and from :measured:`layer-norm-bwd-fp16:
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and a little more from there to 10240.
+#
+# Beyond 10240 a row of 16 bits and its sums no longer fit into registers. On Hopper `x`, `dy` and the weight wait in
+# shared memory instead (`hopper/layer_norm_backward.py`, in Gluon), from where they can be read twice, and registers
+# hold the sums alone. Up to 12288 columns of 16 bits a row is made of chunks of 4096 there, and lies on one
+# multiprocessor. Longer rows, and those of more than 8192 32-bit numbers, are cut into parts, as in the forward pass.
+# This time the programs of a row tell each other their shares of the two sums that each element of `dx` needs. Each
+# change of kernel is a step down in the curve: from :measured:`layer-norm-bwd-fp16: triton_gallery at 10240` at 10240
+# it goes to :measured:`layer-norm-bwd-fp16: triton_gallery at 10752` at 10752, and from :measured:`layer-norm-bwd-fp16:
 # triton_gallery at 12288` at 12288 to :measured:`layer-norm-bwd-fp16: triton_gallery at 12800` at 12800, where parts
 # begin. With these it rises to :measured:`layer-norm-bwd-fp16: triton_gallery at 15360` at 15360, and ends a step
 # lower, at :measured:`layer-norm-bwd-fp16: triton_gallery at 15872`. (On an H100, whose memory is slower, the steps all
@@ -1126,7 +1125,7 @@ else:
 torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, atol=1e-2)
 
 # %%
-# Your turn
+# Exercises
 # ---------
 # 1. Copy the forward kernel and replace the line with `tl.where` by `x = x - mean[:, None]`. For which row lengths does
 #    the check still pass, on rows with a mean of 1 and to within 1e-4? *Hint: how many lanes are padded when N is 512,
@@ -1198,9 +1197,9 @@ torch.testing.assert_close(dw_partial.sum(dim=0), expected_dw, rtol=1e-4, atol=1
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # With 33 programs three quarters of the 132 multiprocessors of an H200 have nothing to do. With 1024, four rows for
 # each, the partial sums move two thirds of the bytes that all the rest does, and the second kernel has four times as
-# many rows to add up as with 264. (Some of its time is our launcher's: it takes all 1024 in one tile of 16 columns, and
-# of two such tiles the registers of four warps do not hold all.) Without a GPU we count, and check that the result does
-# not depend on the number but for rounding.
+# many rows to add up as with 264. (A part of that time is our launcher's fault: it loads all 1024 partial rows at once,
+# in one tile of 1024 × 16 for `dw` and one for `db`, and the registers of four warps cannot hold both.) Without a GPU
+# we count, and check that the result does not depend on the number but for rounding.
 
 import functools
 

@@ -378,8 +378,9 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 #   instruction, and are exact for smaller scores only, as the notes of `tg.attention` say.
 # - `row_max` begins at the lowest finite number where `tiled_attention` has :math:`-\infty`. The section before the
 #   exercises shows why.
-# - `for part in tl.static_range(...)` is unrolled when the kernel is compiled. It becomes two loops for a causal mask,
-#   three for a window. In the loop over full tiles, `part != 1` is known to be false, and no mask is computed.
+# - `for part in tl.static_range(...)` is unrolled when the kernel is compiled. It becomes two loops: one over the full
+#   tiles, one over those after them that need a mask. A window has a third in front, over those before them that need
+#   one. In the loop over full tiles, `part != 1` is known to be false, and no mask is computed.
 # - `row_max` is the maximum of the products :math:`q_i \cdot k_j`, before they are scaled. That is allowed because the
 #   scale is positive; `tg.attention` turns a negative one into a negative :math:`Q`.
 # - `p.to(out_ptr.dtype.element_ty)` narrows the :math:`p_j` to the inputs' dtype, which the matrix unit takes. They lie
@@ -485,16 +486,18 @@ axes["out"].set(title="acc / row_sum, and the output", xlabel="tiles of keys see
 plt.show()
 
 # %%
-# The first factor is 0, since nothing was summed before the first tile. Where the maximum stays, the factor is 1. Where
-# it takes a step up, everything so far shrinks at once, the sum and the accumulator alike. The quotient below is a
-# softmax over the keys seen so far, right at any time. After the last tile it is the output, marked by crosses.
+# The first factor is 0, because `row_max` begins at the lowest finite number, far below any score. That does no harm,
+# since nothing was summed before. Where the maximum stays, the factor is 1. Where it takes a step up, everything so far
+# shrinks at once, the sum and the accumulator alike. The quotient below is a softmax over the keys seen so far, right
+# at any time. After the last tile it is the output, marked by crosses.
 
 # %%
 # Five products lead back
 # -----------------------
 #
 # Training asks for the gradients of :math:`Q`, :math:`K` and :math:`V`, and gives us :math:`dO`, the gradient of the
-# loss with respect to the output; every :math:`d` is meant like this. We go backwards through the formula, one step at
+# loss with respect to the output; every :math:`d` is meant like this. So :math:`dS` is the gradient of the matrix of
+# scores, and has nothing to do with the number of positions :math:`S`. We go backwards through the formula, one step at
 # a time. The last step was :math:`O = P V`, a product of two matrices, so page three tells us both gradients:
 #
 # .. math:: dV = P^{\mathsf T} \, dO \qquad dP = dO \, V^{\mathsf T}
@@ -584,10 +587,9 @@ torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 # - `bounds` comes from the same `_tile_bounds`, with the roles of queries and keys exchanged. Key :math:`j` is seen by
 #   the queries from :math:`j - \text{upper}` to :math:`j - \text{lower}`.
 # - `lse_log2` and `delta` reach to the end of the last tile of queries. Behind the last query `lse_log2` is infinite,
-#   which makes the probabilities there :math:`2^{-\infty} = 0`. For a key that is not finite, such as one of
-#   :math:`-\infty`, which is to have no weight, that is not enough: its products with the zeros behind the last query
-#   are NaN. So the last tile of queries counts as one that needs a mask, unless they fill it, and the loop over such
-#   tiles is always there.
+#   which makes the probabilities there :math:`2^{-\infty} = 0`. That fails for a key that holds an infinite number, for
+#   example :math:`-\infty`, so that it has no weight: infinity times the zeros behind the last query is NaN. So a last
+#   tile that the queries do not fill gets a mask, even if there is no causal one.
 # - `dk` takes its factor :math:`\sigma` once, after the loop.
 #
 # The library computes :math:`\delta` and the padded statistics in a small kernel of their own,
@@ -738,10 +740,10 @@ for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
     print(f"{name} repeats bit for bit")
 
 # %%
-# And float32, where sequences are not short and whatever the mask is. A product of its tiles is six products of
-# bfloat16, as on page three, so a small kernel cuts :math:`Q`, :math:`K`, :math:`V` and :math:`dO` into their three
-# parts beforehand. (:math:`P` and :math:`dS` are cut where they arise, in registers.) Then a single kernel does all the
-# rest. Each launch of it makes one result:
+# float32, too, has a kernel for Hopper, whatever the mask, where sequences are not short. A product of its tiles is six
+# products of bfloat16, as on page three, so a small kernel cuts :math:`Q`, :math:`K`, :math:`V` and :math:`dO` into
+# their three parts beforehand. (:math:`P` and :math:`dS` are cut where they arise, in registers.) Then a single kernel
+# does all the rest. Each launch of it makes one result:
 #
 # - :math:`O` walks the keys, multiplies :math:`Q K^{\mathsf T}` and adds up :math:`P V`.
 # - :math:`dQ` walks the keys, multiplies :math:`Q K^{\mathsf T}` and :math:`dO \, V^{\mathsf T}`, and adds up
@@ -865,26 +867,26 @@ ladder
 # sequence is. That is far below the dashed line, and the three lines of PyTorch do not even get there: with 16384
 # positions they reach :measured:`attention-ladder-fp16: scores in memory at 16384`.
 #
-# The small kernel makes none of these trips, and still, on an H200, it is no faster than these lines but at one of four
-# lengths (on an H100 it is, at all four). Its rate over theirs is :measured:`attention-ladder-fp16: small kernel, 32 ×
-# 32 / scores in memory at 512` at 512 positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in
-# memory at 2048` at 2048 and :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at
-# 16384. At 8192 they fall to :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into.
-# From 2048 positions on its own rate hardly changes. What it saves on both is the memory of the scores. For its rate it
-# depends on the cache instead, and the smaller the tile, the more it asks of that, and the smaller are the pieces that
-# it hands to the matrix unit. Hopper's own instruction, `wgmma`, multiplies 64 rows at least, so tiles of 32 have to
-# make do with an older one. And what happens once for a tile of keys, its loads and the wait for them, serves no more
-# than 32 queries. Speed comes with the tile, above all: with 64 queries, and tiles of keys as long as before, it is
+# The small kernel makes none of these trips, and still, on an H200, it is faster than these lines at one of four
+# lengths only. Its rate over theirs is :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at
+# 512` at 512 positions, :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 2048` at 2048 and
+# :measured:`attention-ladder-fp16: small kernel, 32 × 32 / scores in memory at 16384` at 16384. At 8192 they fall to
+# :measured:`attention-ladder-fp16: scores in memory at 8192`; why, we have not looked into. From 2048 positions on its
+# own rate hardly changes. What it saves is the memory of the scores. For its rate it depends on the cache instead, and
+# the smaller the tile, the more it asks of that, and the smaller are the pieces that it hands to the matrix unit.
+# Hopper's own instruction, `wgmma`, multiplies 64 rows at least, so tiles of 32 have to make do with an older one. And
+# what happens once for a tile of keys, its loads and the wait for them, serves no more than 32 queries. Speed comes
+# with the tile, above all: with 64 queries, and tiles of keys as long as before, it is
 # :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
 # (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
-# The fourth version asks the cache for half as much and waits half as often, and still, on an H200, it is slower at
-# every length (on an H100 at 2048 positions alone). Its rate over the third one's is :measured:`attention-ladder-fp16:
-# tiles of 128 × 64 / tiles of 64 × 32 at 512` at 512 positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 /
-# tiles of 64 × 32 at 2048` at 2048, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at
-# 8192 and :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes
-# from the cache are not enough by themselves. Larger programs have a price, too. Their registers leave room for one on
-# a multiprocessor where the third version has three, we gave them two stages, eight warps instead of four meet at every
+# The fourth version asks the cache for half as much and waits half as often, and still, on an H200, it is faster at no
+# length. Its rate over the third one's is :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at
+# 512` at 512 positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048,
+# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at 8192 and
+# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes from the
+# cache are not enough by themselves. Larger programs have a price, too. Their registers leave room for one on a
+# multiprocessor where the third version has three, we gave them two stages, eight warps instead of four meet at every
 # tile of keys, and there is less other work to turn to.
 #
 # What remains is waiting: products and exponentials take turns. On Hopper the last step of the library is the division
@@ -899,8 +901,8 @@ ladder
 # sequences grow from 512 positions to 16384, and their number shrinks. The operations that we divide by the time are
 # :math:`4 S^2 D` for each head of the forward pass, 2.5 times as much for the backward pass, and half of that under a
 # causal mask, whatever a kernel really computes. The peers are cuDNN's attention and FlashAttention-2, by name, so that
-# torch does not choose for us. (The latter was written for Ampere. FlashAttention-3, which was written for Hopper,
-# comes not with torch and is not measured.) A backward pass is `torch.autograd.grad` on a graph that is kept, for all
+# torch does not choose for us. (The latter was written for Ampere. FlashAttention-3, which was written for Hopper, does
+# not come with torch and is not measured.) A backward pass is `torch.autograd.grad` on a graph that is kept, for all
 # alike, with torch's default setting: no determinism asked for. The limit is torch's product of large matrices.
 #
 # A GPU that runs at the limit of its power changes its clock from second to second. So each point is measured twice,
@@ -1575,11 +1577,11 @@ decode_report
 # meet all keys. That is more than the tile of lanes above can hold, and still too few for the kernel for many queries:
 # 128 queries in each of 32 heads are 32 tiles, as before. On Hopper this kernel, too, can share out the keys. Where
 # there are at most half as many tiles of queries as multiprocessors, and enough keys, several programs walk a part of
-# the keys each. They write their part of the output in float32, with the part's own logsumexp :math:`\ell`, and the
-# same second kernel joins them: the weight of a part is :math:`e^{\ell - L}`, so :math:`\ell` stands in for the
-# maximum, and the sum is 1. (There are no splits with a window to the left, nor with a causal mask that begins with
-# query 0 at key 0, whose first tiles have few keys. A mask that ends with the last query at the last key leaves each
-# tile most of the cache.)
+# the keys each. They write their part of the output in float32, with the part's own logsumexp :math:`L_i`, and the same
+# second kernel joins them. The weight of part :math:`i` is :math:`e^{L_i - L}`, so :math:`L_i` takes the place of the
+# part's maximum, and 1 that of its sum. (There are no splits with a window to the left, nor with a causal mask that
+# begins with query 0 at key 0, whose first tiles have few keys. A mask that ends with the last query at the last key
+# leaves each tile most of the cache.)
 #
 # The sweep has 32 heads of queries, which share 8 heads of 32768 keys, and no mask. With 16 queries the lanes are just
 # full. From 32 on the kernel for Hopper has them, with four programs to a tile up to 128 queries and two with 256. 512
@@ -1764,8 +1766,8 @@ tg.benchmark.roofline(report, points, title="Attention, head dimension 128, floa
 # %%
 # All points are to the right of the ridge, where slope and flat part meet, and the shortest forward pass is nearest to
 # it: there the matrix unit sets the limit. With the scores in memory forward passes would be at 64 operations per byte
-# at best, however long the sequence, and backward passes at some 90: on the slope, where the roof itself is lower than
-# what long sequences reach here.
+# at best, however long the sequence, and backward passes, with seven trips of :math:`S^2` numbers, at :math:`10 S^2 D /
+# 14 S^2`, some 90: on the slope, where the roof itself is lower than what long sequences reach here.
 
 # %%
 # What the compiler made of it
@@ -1803,15 +1805,15 @@ print(report_short.summary())
 print(report_short_bwd.summary())
 
 # %%
-# The sentences below are about an H200; the page of benchmarks has an H100's curves as well. Some of it can be said
-# beforehand. Without a mask, the arithmetic is the same for each pair of query and key, so the curve should be nearly
-# flat. What bends it at the left is the fixed cost of a tile of queries, its loads at the start and its division and
-# store at the end, which a short walk along the keys pays for more often. At 16384 positions our curves without a mask
-# are some per cent below their best, and so are cuDNN's of the forward pass; why, we have not measured.
+# The sentences below are about an H200. Some of it can be said beforehand. Without a mask, the arithmetic is the same
+# for each pair of query and key, so the curve should be nearly flat. What bends it at the left is the fixed cost of a
+# tile of queries, its loads at the start and its division and store at the end, which a short walk along the keys pays
+# for more often. At 16384 positions our curves without a mask are some per cent below their best, and so are cuDNN's of
+# the forward pass; why, we have not measured.
 #
-# Under a causal mask, the tiles on the diagonal are computed in full, and half of each counts in our figures. With
-# :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count. That is the
-# backward pass. The forward pass with head dimension 128 leaves out the quarter of a tile on the diagonal that its
+# Under a causal mask half of each tile on the diagonal counts in our figures. The backward pass computes these tiles in
+# full. With :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count, a
+# surplus of :math:`1 / n`. The forward pass with head dimension 128 leaves out the quarter of such a tile that its
 # upper 64 queries do not see, and has half the surplus:
 
 for seq_len in (512, 1024, 4096, 16384):
@@ -2161,6 +2163,7 @@ torch.testing.assert_close(dq, gradients_of(materialised_attention, q, k, v, dou
 # - :cite:`dao2022flash`: the same, tile by tile on one chip, with the backward pass.
 # - :cite:`dao2023flash2`: one program for each tile of queries, and fewer operations that are no products.
 # - :cite:`deepseek2024v2`: latent attention, with keys longer than values.
+# - :cite:`press2022alibi`: the bias of the third exercise.
 # - :cite:`shah2024flash3`: producers, consumers, and softmax under products on Hopper.
 
 # %%

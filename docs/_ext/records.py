@@ -169,7 +169,8 @@ def _summary(gpu: str, pages: dict[str | None, dict]) -> list[str]:
             title = f":ref:`{one.record['title']} <{label(gpu, name)}>`"
             ratios = (NOT_YET if one.outdated else "", "", "")
             # What a page or a chapter compares with one another are no peers.
-            if not one.outdated and "-ladder-" not in name and not is_study(name):
+            has_peers = len(one.providers) > 1 and "-ladder-" not in name and not is_study(name)
+            if has_peers and not one.outdated:
                 ratios = (one.quote("triton_gallery", "peers", at) for at in ("worst", "median", "best"))
             rows.append((title, *ratios, one.record["date"]))
     return list_table(rows, "measured", "summary")
