@@ -104,25 +104,23 @@ def test_gbps_and_tflops_turn_fast_times_into_the_high_quantile():
     assert benchmark.gbps(np.int64(8e6), (np.float32(2), 1, 4)) == pytest.approx((4.0, 2.0, 8.0))
 
 
+TIMES = "times must be a median, a 20 % and an 80 % quantile above 0, as measure returns them"
+COUNT = "must be a finite number that is not negative"
+
+
 @pytest.mark.parametrize(
     ("rate", "count", "times", "message"),
     [
-        (
-            benchmark.gbps,
-            1e9,
-            (1.0, 0.0, 1.0),
-            "gbps: times must be three above 0, as measure returns them, got (1.0, 0.",
-        ),
-        (benchmark.gbps, 1e9, (1.0, 1.0), "gbps: times must be three above 0, as measure returns them, got (1.0, 1.0)"),
-        (
-            benchmark.gbps,
-            1e9,
-            (1.0, "a", 1.0),
-            "gbps: times must be three above 0, as measure returns them, got (1.0, 'a",
-        ),
-        (benchmark.tflops, 1e9, 1.0, "tflops: times must be three above 0, as measure returns them, got 1.0"),
-        (benchmark.gbps, -1, (1.0, 1.0, 1.0), "gbps: n_bytes must be a number that is not negative, got -1"),
-        (benchmark.tflops, "a", (1.0, 1.0, 1.0), "tflops: flops must be a number that is not negative, got 'a'"),
+        (benchmark.gbps, 1e9, (1.0, 0.0, 1.0), f"gbps: {TIMES}, got (1.0, 0.0, 1.0)"),
+        (benchmark.gbps, 1e9, (1.0, 1.0), f"gbps: {TIMES}, got (1.0, 1.0)"),
+        (benchmark.gbps, 1e9, (1.0, "a", 1.0), f"gbps: {TIMES}, got (1.0, 'a', 1.0)"),
+        (benchmark.gbps, 1e9, (1.0, True, 1.0), f"gbps: {TIMES}, got (1.0, True, 1.0)"),
+        (benchmark.gbps, 1e9, (3.0, 2.0, 1.0), f"gbps: {TIMES}, got (3.0, 2.0, 1.0)"),
+        (benchmark.gbps, 1e9, (1.0, 1.0, math.inf), f"gbps: {TIMES}, got (1.0, 1.0, inf)"),
+        (benchmark.tflops, 1e9, 1.0, f"tflops: {TIMES}, got 1.0"),
+        (benchmark.gbps, -1, (1.0, 1.0, 1.0), f"gbps: n_bytes {COUNT}, got -1"),
+        (benchmark.gbps, math.inf, (1.0, 1.0, 1.0), f"gbps: n_bytes {COUNT}, got inf"),
+        (benchmark.tflops, "a", (1.0, 1.0, 1.0), f"tflops: flops {COUNT}, got 'a'"),
     ],
 )
 def test_gbps_and_tflops_refuse(rate, count, times, message):

@@ -340,6 +340,16 @@ def test_one_target_needs_no_list():
         codegen.inspect(copy, empty(2048), targets=[])
 
 
+@in_one_process
+def test_who_asks_again_gets_kernels_of_their_own():
+    (kernel,) = codegen.inspect(copy, empty(2048), targets="sm_90").kernels
+    ptx = kernel.asm["ptx"]
+    kernel.asm.clear()
+    kernel.matrix["mma"] = 3
+    (again,) = codegen.inspect(copy, empty(2048), targets="sm_90").kernels
+    assert again.asm["ptx"] == ptx and again.matrix == {}
+
+
 def test_a_kernel_is_not_what_launches_it():
     kernel = triton_gallery.vector_add._add_kernel
     for given in (kernel, triton.autotune([triton.Config({})], key=[])(kernel)):
@@ -365,6 +375,8 @@ def test_refuses_arguments_that_cannot_travel():
         codegen.inspect(copy, torch.eye(3).to_sparse())
     with pytest.raises(TypeError, match=r"tensors must be dense \(strided\), got a nested one"):
         codegen.inspect(copy, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    with pytest.raises(TypeError, match=r"must travel to another process: .*storage"):
+        codegen.inspect(copy, torch._efficientzerotensor((3, 4)))
     with pytest.raises(TypeError, match="inspect: backward must be True or False, got 'no'"):
         codegen.inspect(copy, empty(2048), backward="no")
 

@@ -1211,6 +1211,9 @@ def test_gradient_of_a_matrix_that_a_batch_shares(shared, device):
     x = x.transpose(0, 1)  # its batch does not become rows without a copy
     a, b = (x, w) if shared == "b" else (w.mT, x.mT)
     a, b, dy = a.detach().requires_grad_(), b.detach().requires_grad_(), dy if shared == "b" else dy.mT
-    results = [torch.autograd.grad(f(a, b), (a, b), dy) for f in (tg.matmul, torch.matmul)]
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    for incoming, batched in ((dy, False), (torch.stack((dy, -dy)), True)):
+        results = [
+            torch.autograd.grad(f(a, b), (a, b), incoming, is_grads_batched=batched) for f in (tg.matmul, torch.matmul)
+        ]
+        for mine, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

@@ -335,6 +335,31 @@ def test_a_launch_warns_of_no_nan(device):
     assert out[0].isnan()
 
 
+FORK = """
+import multiprocessing, sys, threading
+import torch, triton_gallery as tg
+
+def work():
+    while True:
+        tg.softmax(torch.ones(50, 50))
+
+threading.Thread(target=work, daemon=True).start()
+fork = multiprocessing.get_context("fork")
+for _ in range(3):
+    child = fork.Process(target=lambda: sys.exit(not tg.softmax(torch.ones(4)).sum() == 1))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0, child.exitcode or child.kill()
+"""
+
+
+@pytest.mark.skipif(not _launch.INTERPRET, reason="a matter of the interpreter")
+def test_a_child_that_begins_while_others_launch():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run([sys.executable, "-c", FORK], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.skipif(not _launch.INTERPRET, reason="a matter of the interpreter")
 def test_a_launch_prepares_the_language_once_and_leaves_it_as_it_was(device, monkeypatch):
     language, prepared = (tl.load, tl.store, tl.reduce, tl.max), []

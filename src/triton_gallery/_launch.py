@@ -7,6 +7,7 @@ call would build.
 
 import functools
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -279,6 +280,11 @@ def descriptor(
 # The interpreter keeps the program that runs in a global variable; what wraps it, as a trace does, holds this, too. So
 # does who may compile: meanwhile a trace would put the interpreter's functions in place of the compiler's.
 interpreter_lock = threading.RLock()
+# A child that began amid another thread's launch would inherit a language that nobody restores, and a lock that nobody
+# opens: so it begins between launches.
+os.register_at_fork(
+    before=interpreter_lock.acquire, after_in_parent=interpreter_lock.release, after_in_child=interpreter_lock.release
+)
 
 
 if triton.__version__.startswith("3.6."):

@@ -127,8 +127,11 @@ def _transformed(op: Callable, rule: Callable) -> type:
         def backward(ctx, *grads):
             # Only a gradient's operator has none of its own.
             name = _public_name(op)
+            where = "torch.nn.functional's"
+            if name == "attention":
+                where += " under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
             raise NotImplementedError(
-                f"{name}: torch.func can differentiate it once; for a second derivative use torch.nn.functional's"
+                f"{name}: torch.func can differentiate it once; for a second derivative use {where}"
             )
 
         @staticmethod

@@ -168,7 +168,7 @@ def gbps(n_bytes: float, times: tuple[float, float, float]) -> tuple[float, floa
         times: three, in milliseconds, as `measure` returns them.
 
     Raises:
-        ValueError: `n_bytes` is negative, or `times` are not three that are above 0.
+        ValueError: `n_bytes` is negative or not finite, or `times` are none that `measure` could return.
     """
     rate = _Rate(_rates("gbps", "n_bytes", n_bytes, times, 1e6))
     rate.n_bytes = n_bytes
@@ -176,13 +176,18 @@ def gbps(n_bytes: float, times: tuple[float, float, float]) -> tuple[float, floa
 
 
 def _rates(name: str, what: str, count: float, times: tuple[float, float, float], unit: float) -> tuple:
-    if not isinstance(count, numbers.Real) or not count >= 0:
-        raise ValueError(f"{name}: {what} must be a number that is not negative, got {count!r}")
-    is_three = isinstance(times, tuple | list) and len(times) == 3
-    if not is_three or not all(isinstance(ms, numbers.Real) and ms > 0 for ms in times):
-        raise ValueError(f"{name}: times must be three above 0, as measure returns them, got {times!r}")
+    if not _is_number(count) or not 0 <= count < math.inf:
+        raise ValueError(f"{name}: {what} must be a finite number that is not negative, got {count!r}")
+    is_three = isinstance(times, tuple | list) and len(times) == 3 and all(map(_is_number, times))
+    if not is_three or not 0 < times[1] <= times[0] <= times[2] < math.inf:
+        rule = "a median, a 20 % and an 80 % quantile above 0, as measure returns them"
+        raise ValueError(f"{name}: times must be {rule}, got {times!r}")
     median, fast, slow = times
     return tuple(count / ms / unit for ms in (median, slow, fast))
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def tflops(flops: float, times: tuple[float, float, float]) -> tuple[float, float, float]:
@@ -193,7 +198,7 @@ def tflops(flops: float, times: tuple[float, float, float]) -> tuple[float, floa
         times: three, in milliseconds, as `measure` returns them.
 
     Raises:
-        ValueError: `flops` is negative, or `times` are not three that are above 0.
+        ValueError: `flops` is negative or not finite, or `times` are none that `measure` could return.
     """
     return _rates("tflops", "flops", flops, times, 1e9)
 
@@ -439,7 +444,7 @@ def roofline(
 def _is_point(point) -> bool:
     try:
         intensity, rate = point
-        return 0 < intensity < math.inf and (rate > 0 or math.isnan(rate))
+        return 0 < intensity < math.inf and (0 < rate < math.inf or math.isnan(rate))
     except (TypeError, ValueError):
         return False
 

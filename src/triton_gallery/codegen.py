@@ -78,7 +78,8 @@ class Kernel:
         tma_stores: copies and sums from shared memory by the same.
         matrix: how many matrix instructions the code has by family: mma, wgmma, tcgen05, mfma or wmma.
         warnings: what ptxas says of wgmma that it had to serialise or to wait for (C75xx).
-        asm: the stages by name: ttir, ttgir, llir, then ptx, cubin and sass, or amdgcn.
+        asm: the stages by name: ttir, ttgir, llir, then ptx and cubin, or amdgcn; and `asm["sass"]`, which is
+            read out of the cubin when it is asked for.
         source: the file that defines the kernel, the definition's first line in it, and its lines.
     """
 
@@ -187,7 +188,8 @@ def inspect(
         args: its arguments. Of a tensor only dtype, shape, strides and alignment matter: ``torch.empty(4096, 8192,
             dtype=torch.float16, device="meta")`` costs no memory.
         targets: names such as "sm_90" (NVIDIA) or "gfx942" (AMD), or one.
-        backward: compile the gradient's kernels too, for every floating-point tensor among the arguments.
+        backward: compile the gradient's kernels too, for every floating-point tensor among the arguments, and
+            in tuples, lists and dicts among them.
         kwargs: its keyword arguments.
 
     Returns:
@@ -412,7 +414,7 @@ def _pack(
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump((calls, targets, keep_asm, settings, versions))
-    except (AttributeError, RecursionError, TypeError, pickle.PicklingError) as error:
+    except (AttributeError, RuntimeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(f"{op}: function and arguments must travel to another process: {error}") from error
     return buffer.getvalue()
 
@@ -439,9 +441,14 @@ def _versions(module: str) -> dict[str, int]:
     return versions
 
 
-@functools.cache
 def _compile(request: bytes, line_info: bool = False) -> list[list[list[Kernel] | str]]:
     """For each call, for each target: the kernels, or the error's text."""
+    return pickle.loads(_answer(request, line_info))
+
+
+@functools.cache
+def _answer(request: bytes, line_info: bool) -> bytes:
+    """What the child says. Who asks again gets kernels of their own, which nobody has changed."""
     env = os.environ | {
         "TRITON_INTERPRET": "0",
         # Line tables make up half of the assembly, and the code is the same.
@@ -459,7 +466,7 @@ def _compile(request: bytes, line_info: bool = False) -> list[list[list[Kernel] 
         lines = child.stderr.decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), f"exit status {child.returncode}")
         raise RuntimeError(f"{'listing' if line_info else 'inspect'}: the compiling process failed: {last}")
-    return pickle.loads(answer)
+    return answer
 
 
 # --- inside the child -------------------------------------------------------------------------------------------------

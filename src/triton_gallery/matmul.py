@@ -602,10 +602,12 @@ def _product_of_shape(a, b, shape, precision):
     """a @ b, summed over the batch dimensions that `shape` lacks."""
     if len(shape) == 2 and max(a.dim(), b.dim()) > 2:
         batch = broadcast(a.shape[:-2], b.shape[:-2])
-        if not known(math.prod(batch) * a.shape[-1] > LONGEST):
-            # The batch becomes part of the dimension that the product sums over: its sums are rounded once.
-            a = a.expand(*batch, *a.shape[-2:]).movedim(-2, 0).flatten(1)
-            b = b.expand(*batch, *b.shape[-2:]).flatten(0, -2)
+        length = math.prod(batch) * a.shape[-1]
+        if not known(length > LONGEST):
+            # The batch becomes part of the dimension that the product sums over: its sums are rounded once. (torch has
+            # no `flatten` for a batch of incoming gradients.)
+            a = a.expand(*batch, *a.shape[-2:]).movedim(-2, 0).reshape(a.shape[-2], length)
+            b = b.expand(*batch, *b.shape[-2:]).reshape(length, b.shape[-1])
     return _differentiable(a, b, None, None, precision).sum_to_size(shape)
 
 
