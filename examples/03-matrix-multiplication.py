@@ -720,8 +720,8 @@ report_backward
 # %%
 # Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
 # triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, and
-# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even or a little ahead. (1536, where
-# single products lose most, is not in the sweep.)
+# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even, or a little ahead, but at the
+# largest. (1536, where single products lose most, is not in the sweep.)
 
 # %%
 # What each rung is worth
@@ -1108,12 +1108,11 @@ reports["matmul-odd-fp16"]
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
-# it that this pays. Here that is from 4095 on, where it is a little ahead: we are at :measured:`matmul-odd-fp16:
-# triton_gallery / torch.compile at 4095` its rate at 4095³ and at :measured:`matmul-odd-fp16: triton_gallery /
-# torch.compile at 8191` at 8191³. Below, it left the matrices as they are, and our rate is :measured:`matmul-odd-fp16:
-# triton_gallery / torch.compile at 1023` its own at 1023³ and :measured:`matmul-odd-fp16: triton_gallery /
-# torch.compile at 2047` at 2047³. The trial may come out differently each time: in an earlier record of an H100 it
-# padded these two as well, and was even with us or a little ahead.
+# it that this pays. Here that is from 1023 on, where our rate is :measured:`matmul-odd-fp16: triton_gallery /
+# torch.compile at 1023` its own. Beyond, it is a little ahead: we are at :measured:`matmul-odd-fp16: triton_gallery /
+# torch.compile at 2047` its rate at 2047³, at :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` at
+# 4095³ and at :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 8191` at 8191³. The trial may come out
+# differently each time: in an earlier record it left 1023³ and 2047³ as they were, and was far behind there.
 #
 # And a bias and GELU on the way out:
 
@@ -1456,9 +1455,8 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 # torch at 8192`. Such products draw all the power there is, and the clock follows.
 #
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
-# median of another size may pass it, as that of the gradients at 4096 in bfloat16 does, at
-# :measured:`matmul-bwd-bf16: triton_gallery / limit at 4096`. In float8 it is the quicker product whose sums have fewer
-# bits, which neither curve uses.
+# median of another size may pass it, as that of 4096³ in float16 does, at :measured:`matmul-fp16: triton_gallery /
+# limit at 4096`. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
 
 # %%
 # Break it: forget the short group

@@ -1340,7 +1340,7 @@ def attention(
     Args:
         q: (..., heads, seq_q, head_dim); float16, bfloat16, float32 or float64. Leading dimensions may be missing.
         k: (..., heads, seq_k, head_dim), dtype and device of q; head_dim from 1 to 256.
-        v: (..., heads, seq_k, head_dim_v), as k; head_dim_v may differ from head_dim.
+        v: (..., heads, seq_k, head_dim_v), as k; head_dim_v, from 1 to 256 too, may differ from head_dim.
         attn_mask: None alone, for callers of torch's function; `is_causal` and `window` are the masks that there are.
             Of a padded batch, call the function for each sequence: on ``k[i, :, :n]`` and ``v[i, :, :n]`` of n keys.
         dropout_p: 0 alone, likewise.
@@ -1361,27 +1361,28 @@ def attention(
 
     Raises:
         TypeError: an argument of the wrong type, a dtype that is not supported, or dtypes that differ.
-        ValueError: a mask or dropout, shapes that do not fit together, a head_dim over 256, a seq_q + seq_k over
-            2**31 - 2**14, a scale that is not finite or (but for float64) beyond 2e38, a negative window, an unknown
-            alignment, or tensors on different devices or where no kernel can run.
+        ValueError: a mask or dropout, shapes that do not fit together, a head_dim or head_dim_v beyond 1 to 256, a
+            seq_q + seq_k over 2**31 - 2**14, a scale that is not finite or (but for float64) beyond 2e38, a negative
+            window, an unknown alignment, or tensors on different devices or where no kernel can run.
         NotImplementedError: forward-mode differentiation reaches an argument, or a gradient is differentiated again.
 
     Notes:
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
         sums are float32 (float64 for float64); the probabilities are rounded to v's dtype before they meet v. float32
         products follow :func:`torch.set_float32_matmul_precision`, as in :func:`matmul`, but that "high" may mean
-        three products of bfloat16 on Hopper, which are more exact than one of TF32. Memory beyond the outputs is one
-        number a query for the forward and two for the backward, the float32 gradient of q that Hopper's kernels keep
-        (see below), and, of float32 on Hopper, mostly 1.5 times what q, k and v take, and in the backward what the
-        gradient of the output takes, too: the parts of bfloat16 that its products are made of (two thirds of that
-        with "high"). To it come splits, where up to 64 queries (16 in float32, none in float64) share
-        512 keys or more and heads are few or shared, as in decoding: several programs share the keys, and each needs
-        room for a float32 copy of the output. (On Hopper one query in each of many heads needs none, in 16 bits and
-        without a limit to the left.) There splits also serve more queries, in 16 bits, where their tiles fill at most
-        half of the GPU (but not with a limit to the left, nor with a causal mask that begins with query 0 at key 0),
-        and in the backward pass of rows of up to 128 numbers several programs may share a tile of 128 keys, each with a
-        float32 copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied on
-        Hopper, and so may the output and the gradients be.
+        three products of bfloat16 on Hopper, which are more exact than one of TF32.
+
+        Memory beyond the outputs is one number a query for the forward and two for the backward, the float32 gradient
+        of q that Hopper's kernels keep (see below), and, of float32 on Hopper, mostly 1.5 times what q, k and v take,
+        and in the backward what the gradient of the output takes, too: the parts of bfloat16 that its products are made
+        of (two thirds of that with "high"). To it come splits, where up to 64 queries (16 in float32, none in float64)
+        share 512 keys or more and heads are few or shared, as in decoding: several programs share the keys, and each
+        needs room for a float32 copy of the output. (On Hopper one query in each of many heads needs none, in 16 bits
+        and without a limit to the left.) There splits also serve more queries, in 16 bits, where their tiles fill at
+        most half of the GPU (but not with a limit to the left, nor with a causal mask that begins with query 0 at key
+        0), and in the backward pass of rows of up to 128 numbers several programs may share a tile of 128 keys, each
+        with a float32 copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied
+        on Hopper, and so may the output and the gradients be.
 
         On Hopper, float32 has a kernel of its own, but for short sequences and few queries. Other 16-bit inputs take
         kernels of their own there, if the mask leaves each query a key, and so does their backward pass where the

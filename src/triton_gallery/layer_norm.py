@@ -1148,23 +1148,25 @@ def layer_norm(
         TypeError: an argument is no tensor or number, or a dtype is not supported.
         ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, x lives where no kernel can
             run, or a row's length is within 2**14 below 2**31, where blocks are miscounted.
-        NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
+        NotImplementedError: forward-mode differentiation reaches an argument, or a transform of ``torch.func``
+            differentiates a second time.
 
     Notes:
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
         sums are float32 (float64 for float64), and the squares are taken after the mean is subtracted, so a large mean
-        costs no accuracy. Where these squares sum up to more than float32 holds, a row becomes 0 or NaN. Rows of any
-        length work (with a gradient below 2**31): up to 24576 elements (12288 in float64) stay in registers, and up to
-        96 KiB of a row that can be read four numbers at a time; longer ones are read twice. The gradients keep up to
-        10240 elements of 16 bits there, 5120 of float32 (8192 if that is a multiple of 16 bytes), and 2048 of float64.
-        On Hopper, longer rows stay on the chip and are read once, up to 6 MiB of a row forward (or of the weight, where
-        it is wider) and 3 MiB backward on an H200, and up to an eighth of that where a row's length is no multiple of
-        16 bytes and x has 16 MiB (backward 32 MiB); for this they must not be float64. But for these, all this is for x
-        and an incoming gradient that are of one width and whose rows begin at multiples of 16 bytes; the gradients of
-        others keep up to 4096 elements (1024 in float64), and may be read number by number. The gradients are
-        deterministic: the same inputs on the same GPU give the same bits. (How many rows there are may change the last
-        bits of each.) Derivatives of the second order and beyond are supported by autograd, through torch operations,
-        and not by the transforms of ``torch.func``.
+        costs no accuracy. Where these squares sum up to more than float32 holds, a row becomes 0 or NaN. The gradients
+        are deterministic: the same inputs on the same GPU give the same bits. (How many rows there are may change the
+        last bits of each.) Derivatives of the second order and beyond are supported by autograd, through torch
+        operations, and not by the transforms of ``torch.func``.
+
+        Rows of any length work (with a gradient below 2**31): up to 24576 elements (12288 in float64) stay in
+        registers, and up to 96 KiB of a row that can be read four numbers at a time; longer ones are read twice. The
+        gradients keep up to 10240 elements of 16 bits there, 5120 of float32 (8192 if that is a multiple of 16 bytes),
+        and 2048 of float64. On Hopper, longer rows stay on the chip and are read once, up to 6 MiB of a row forward (or
+        of the weight, where it is wider) and 3 MiB backward on an H200, and up to an eighth of that where a row's
+        length is no multiple of 16 bytes and x has 16 MiB (backward 32 MiB); for this they must not be float64. But for
+        these, all this is for x and an incoming gradient that are of one width and whose rows begin at multiples of 16
+        bytes; the gradients of others keep up to 4096 elements (1024 in float64), and may be read number by number.
 
     Example:
         >>> import torch, triton_gallery
@@ -1204,7 +1206,8 @@ def rms_norm(
         TypeError: an argument is no tensor or number, or a dtype is not supported.
         ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, x lives where no kernel can
             run, or a row's length is within 2**14 below 2**31, where blocks are miscounted.
-        NotImplementedError: forward-mode differentiation reaches an argument; reverse mode is supported.
+        NotImplementedError: forward-mode differentiation reaches an argument, or a transform of ``torch.func``
+            differentiates a second time.
 
     Notes:
         The kernels are those of :func:`layer_norm`, with the mean left in: float32 sums (float64 for float64), rows of

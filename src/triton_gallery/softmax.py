@@ -1173,7 +1173,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
     Args:
         x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given bool, uint8 or a signed
             integer dtype.
-        dim: the dimension along which the numbers of each row sum to 1; of any length.
+        dim: the dimension along which the numbers of each row sum to 1.
         dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 
     Returns:
@@ -1188,20 +1188,22 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
 
     Notes:
         Maximum and sum are float32 (float64 for float64). A row with a NaN or +inf, or of -inf alone, becomes NaN, as
-        in torch. Up to 32768 columns (16384 for float64, 49152 of a 16-bit dtype whose rows are 8-byte aligned) a row
-        is read once and stays on the chip; longer ones are read twice, the second time from the L2 cache while it fits
-        there. (Backward these are 16384, 8192 and 32768 columns. On Hopper 8-byte aligned 16-bit rows of 14337 to 24576
-        and of 32769 to 49152 columns, if there are more of them than multiprocessors, are read twice, too, the second
-        time mostly from the L1 cache.) On Hopper longer 16-bit or float32 rows are read once, too, if there are two or
-        more, with up to 8 MiB each (on an H200) and at least 4 MiB together, if x is 16-byte aligned and so is the
-        distance from a row's end to the next row: they lie in parts on several multiprocessors, which exchange their
-        maxima and sums. (Backward these are 4 MiB each, down to an eighth of that where a row's length is no multiple
-        of 16 bytes, if the incoming gradient is so aligned and the numbers of x, of the result and of it are of one
-        width.) Elsewhere a few rows of 128 KiB or more are cut into parts that are read twice, so that they keep the
-        whole GPU busy. Rows that are not dense in memory, as with any dim but the last, are read where they lie, in
-        tiles, and twice beyond 2048 columns (1024 for float64, in the backward pass, and for rows that are dense and
-        lie at uneven distances). The result repeats bit for bit; how many rows there are may change the last bits of
-        each. The gradient has kernels of its own and can be differentiated again.
+        in torch. The result repeats bit for bit; how many rows there are may change the last bits of each. The
+        gradient has kernels of its own and can be differentiated again.
+
+        Up to 32768 columns (16384 for float64, 49152 of a 16-bit dtype whose rows are 8-byte aligned) a row is read
+        once and stays on the chip; longer ones are read twice, the second time from the L2 cache while it fits there.
+        (Backward these are 16384, 8192 and 32768 columns. On Hopper 8-byte aligned 16-bit rows of 14337 to 24576 and of
+        32769 to 49152 columns, if there are more of them than multiprocessors, are read twice, too, the second time
+        mostly from the L1 cache.) On Hopper longer 16-bit or float32 rows are read once, too, if there are two or more,
+        with up to 8 MiB each (on an H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance
+        from a row's end to the next row: they lie in parts on several multiprocessors, which exchange their maxima and
+        sums. (Backward these are 4 MiB each, down to an eighth of that where a row's length is no multiple of 16 bytes,
+        if the incoming gradient is so aligned and the numbers of x, of the result and of it are of one width.)
+        Elsewhere a few rows of 128 KiB or more are cut into parts that are read twice, so that they keep the whole GPU
+        busy. Rows that are not dense in memory, as with any dim but the last, are read where they lie, in tiles, and
+        twice beyond 2048 columns (1024 for float64, in the backward pass, and for rows that are dense and lie at uneven
+        distances).
 
     Example:
         >>> import torch, triton_gallery
@@ -1223,7 +1225,7 @@ def log_softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = N
     Args:
         x: any shape and strides; float16, bfloat16, float32, float64, and with dtype given bool, uint8 or a signed
             integer dtype.
-        dim: the dimension along which the exponentials of each row sum to 1; of any length.
+        dim: the dimension along which the exponentials of each row sum to 1.
         dtype: convert x to this floating-point dtype first; while it is loaded, unless it holds integers.
 
     Returns:
