@@ -2,7 +2,8 @@
 #
 #   VENV=        use the Python that is active, and install nothing (VENV=PATH: the environment at PATH, as it is)
 #   PYTHON=...   the Python that .venv is made with, or the active one; at least 3.11
-#   PAGE=...     one page of the gallery, such as 02-fused-softmax; to measure also one chapter, such as chapter-5
+#   PAGE=...     for page, html-fast, serve, bench and record: one page of the gallery, such as 02-fused-softmax; for the
+#                last two also one chapter, such as chapter-5
 #   WORKERS=2    processes that the tests share, auto for one a core; of what takes longer than make test auto is default
 #   GALLERY_URL= where the site is published, for the canonical links that search engines read
 
@@ -23,7 +24,7 @@ DRAFT = $(SPHINX) -A draft=1
 PUBLISH = $(PY) docs/_ext/publish.py build/html "$(or $(DEST),build/site)" $(if $(VERSION),"$(VERSION)")
 PAGES = $(or $(PAGE),*)
 # What a command waits for that executes one page, where PAGE names none
-WRONG_PAGE := $(if $(PAGE),$(if $(wildcard examples/$(PAGE).py),,page-is-missing))
+WRONG_PAGE := $(if $(PAGE),$(if $(filter $(PAGE),$(basename $(notdir $(wildcard examples/*.py)))),,page-is-missing))
 # What a command that measures waits for, where PAGE names neither a page nor a chapter
 WRONG_MEASURE := $(if $(filter-out chapter-%,$(PAGE)),$(WRONG_PAGE))
 MORE_WORKERS := $(or $(WORKERS),auto)
@@ -114,6 +115,7 @@ clean:  ## Remove everything that was built; .venv stays, and so do the versions
 
 define measure
 	$(PY) docs/_ext/gallery.py --all build/pages --keep-references
+	$(if $(PAGE),@test -f build/pages/$(PAGE).py || { echo "make: $(PAGE) measures nothing" >&2; exit 1; })
 	failed=; for page in build/pages/$(PAGES).py; do \
 	  TRITON_GALLERY_RECORDS=$(1) $(PY) $$page || failed="$$failed $$page"; done; \
 	  test -z "$$failed" || { echo "make: not measured to the end:$$failed" >&2; exit 1; }

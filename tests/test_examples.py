@@ -409,6 +409,18 @@ def benchmarks(page: Path, folder: Path) -> list[PerfReport]:
     return found
 
 
+def test_wrong_syntax_is_told_with_its_page_or_chapter_and_its_line(tmp_path):
+    page, chapter = tmp_path / "01-add.py", tmp_path / "chapter-1" / "add.rst"
+    page.write_text("x = 1\n\ndef (\n")
+    chapter.parent.mkdir()
+    with pytest.raises(ValueError, match=r"^examples/01-add.py:3: invalid syntax"):
+        gallery.measuring(tmp_path, tmp_path)
+    page.write_text("x = 1\n")
+    chapter.write_text("Text\n\n.. run::\n\n   x = 1\n   def (\n")
+    with pytest.raises(ValueError, match=r"^docs/programming-guide/chapter-1/add.rst:6: invalid syntax"):
+        gallery.measuring(tmp_path, tmp_path)
+
+
 def test_benchmarks_are_found_without_running_the_page(tmp_path):
     page = tmp_path / "07-page.py"
     page.write_text(

@@ -6,6 +6,7 @@ the address and the picture in each page's head, need to know where the site wil
 
 import html
 import re
+import sys
 import textwrap
 import urllib.parse
 from pathlib import Path
@@ -85,7 +86,7 @@ def _picture_shows():
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ExtensionError(str(error)) from None
+        sys.exit(str(error))  # one line, where Sphinx would print fifty
 
 
 def draw_picture(path: Path) -> None:

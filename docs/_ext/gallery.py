@@ -164,11 +164,22 @@ def draw_readme_picture(file: Path) -> None:
 
 def measuring(examples: Path | None = None, guide: Path | None = None) -> dict[str, str]:
     """The code of everything that measures, by the name that ``make record PAGE=`` knows: pages, then chapters."""
-    pages = {page.stem: page.read_text(encoding="utf-8") for page in sorted((examples or EXAMPLES).glob(_PAGES))}
-    chapters = {
-        path.parent.name: script(path.read_text(encoding="utf-8")) for path in sorted((guide or GUIDE).glob("*/*.rst"))
-    }
+    pages, chapters = {}, {}
+    for page in sorted((examples or EXAMPLES).glob(_PAGES)):
+        pages[page.stem] = page.read_text(encoding="utf-8")
+        _refuse_wrong_syntax(f"examples/{page.name}", pages[page.stem])
+    for path in sorted((guide or GUIDE).glob("*/*.rst")):
+        chapters[path.parent.name] = script(path.read_text(encoding="utf-8"))
+        _refuse_wrong_syntax(f"docs/programming-guide/{path.parent.name}/{path.name}", chapters[path.parent.name])
     return pages | {name: text for name, text in chapters.items() if "perf_report(" in text}
+
+
+@functools.cache
+def _refuse_wrong_syntax(name: str, text: str) -> None:
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{name}:{error.lineno}: {error.msg}") from error
 
 
 def is_declared(name: str) -> bool:
@@ -396,11 +407,21 @@ def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
         os.environ.setdefault("TRITON_GALLERY_RECORDS", str(ROOT / "build" / "records"))
     _report_exits()
     source, gallery = _folders(app)
+    if " " in str(app.srcdir):
+        sys.exit(f"the path of the checkout must have no space, which sphinx-gallery warns of: {app.srcdir}")
+    cache = Path(triton.knobs.cache.dir)
     try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"Triton's cache cannot be made: {error}; name another folder in TRITON_CACHE_DIR")
+    try:
+        measuring(examples)
         pages = write_all(source, examples, src)
     except PageError as error:
         # Not an ExtensionError: Sphinx would print this one line amid fifty of its own stack.
         sys.exit(f"examples/{error}")
+    except ValueError as error:
+        sys.exit(str(error))
     names = {page.stem for page in pages}
     for stale in gallery.glob("[0-9][0-9]-*"):
         if stale.name.partition(".")[0] not in names:

@@ -44,6 +44,9 @@ def check(site: Path, dest: Path, name: str) -> list[dict]:
         raise ValueError(f"{name!r} cannot be a version's name")
     if dest.resolve() in (site.resolve(), *site.resolve().parents) or site.resolve() in dest.resolve().parents:
         raise ValueError(f"{dest} must be a folder of its own, and {site} beside it")
+    checkout = Path(__file__).resolve().parents[2]
+    if checkout in dest.resolve().parents and checkout / "build" not in dest.resolve().parents:
+        raise ValueError(f"{dest} is among the sources; name a folder below build, or one outside of the checkout")
     known = dest / "versions.json"
     try:
         versions = json.loads(known.read_text(encoding="utf-8"))["versions"] if known.exists() else []

@@ -128,6 +128,9 @@ def test_what_others_have_put_there_stays(sites, tmp_path):
     for folder in (tmp_path, tmp_path / "checkout", site, site / "versions"):
         with pytest.raises(ValueError, match=r"must be a folder of its own, and .*html beside it"):
             publish.publish(site, folder, "checkout")
+    sources = Path(publish.__file__).parents[1]
+    with pytest.raises(ValueError, match=r"docs is among the sources; name a folder below build, or one outside"):
+        publish.publish(site, sources, "main")
     for name, own in (("docs", "docs/notes"), ("main", "stable/notes"), ("docs", "index.html")):
         file = dest / own
         file.parent.mkdir(parents=True, exist_ok=True)
