@@ -549,6 +549,13 @@ def test_load_names_the_gpus_that_there_are(records):
         benchmark.load("softmax-fp16", "nvidia-h300")
 
 
+def test_load_refuses_a_record_in_another_ones_place(records):
+    (records / "nvidia-h200" / "softmax-fp16.json").write_text(json.dumps(make_record(benchmark="add-fp16")))
+    message = r"nvidia-h200/softmax-fp16.json: must be of this benchmark and GPU, got add-fp16 on NVIDIA H200"
+    with pytest.raises(ValueError, match=message):
+        benchmark.load("softmax-fp16", "nvidia-h200")
+
+
 def test_load_prefers_a_record_of_the_kernels_that_are_there(records, monkeypatch):
     no_gpu(monkeypatch)
     shutil.rmtree(records / "nvidia-a100-sxm4-80gb")

@@ -366,6 +366,9 @@ def _load(name: str, gpu: str | None, also_changed: Callable[[dict], frozenset[s
     for folder in [gpu] if gpu else [gpu for gpu in dict.fromkeys([here, "nvidia-h200", *gpus]) if gpu in gpus]:
         record = _read(_records() / folder / f"{name}.json")
         validate(record, f"{folder}/{name}.json")
+        if (record["benchmark"], slug(record["gpu"])) != (name, folder):
+            got = f"{record['benchmark']} on {record['gpu']}"
+            raise ValueError(f"record {folder}/{name}.json: must be of this benchmark and GPU, got {got}")
         changed = min((_changed(record, known) for known in digests), key=len)
         report = Report(record, changed=changed | also_changed(record))
         if not report.outdated:
