@@ -365,7 +365,7 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 #
 # - `_tile_and_head` decides in which order the work is handed out. Programs that run at the same time should read the
 #   same keys and values, so that the L2 cache serves most of them. Heads are taken in sections whose keys and values
-#   fit there together.
+#   fit there together. (`my_attention` passes `batch * n_heads`, so that all heads are one section.)
 # - `start` counts from the end: under a causal mask the last queries see the most keys. Long jobs first, short jobs
 #   into the gaps, is how any list of jobs ends early on many machines.
 # - `scale_log2` holds :math:`\sigma \log_2 e`. The hardware computes :math:`2^x`, and :math:`e^x = 2^{x \log_2 e}`.
