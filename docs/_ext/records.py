@@ -148,7 +148,7 @@ def _by_page(found: dict) -> dict[str | None, dict]:
         return texts.get(page_of(found[name].record), "").find(f"def {function}("), name
 
     for name in sorted(found, key=place_in_page):
-        pages.setdefault(page_of(found[name].record), {})[name] = found[name]
+        pages[page_of(found[name].record)][name] = found[name]
     return {page: of_page for page, of_page in pages.items() if of_page}
 
 
