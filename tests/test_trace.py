@@ -336,20 +336,26 @@ def test_a_launch_warns_of_no_nan(device):
 
 
 FORK = """
-import multiprocessing, sys, threading
+import multiprocessing, sys, threading, time
 import torch, triton_gallery as tg
+from triton_gallery import _launch
 
-def work():
-    while True:
-        tg.softmax(torch.ones(50, 50))
+def launch():
+    with _launch.interpreter_lock:
+        is_launching.set()
+        time.sleep(1)
 
-threading.Thread(target=work, daemon=True).start()
+tg.softmax(torch.ones(4))
+is_launching = threading.Event()
+threading.Thread(target=launch).start()
+is_launching.wait()
 fork = multiprocessing.get_context("fork")
-for _ in range(3):
-    child = fork.Process(target=lambda: sys.exit(not tg.softmax(torch.ones(4)).sum() == 1))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0, child.exitcode or child.kill()
+child = fork.Process(target=lambda: sys.exit(tg.softmax(torch.ones(4)).sum().item() != 1))
+child.start()
+child.join(60)
+code = child.exitcode
+child.kill()
+assert code == 0, code
 """
 
 
