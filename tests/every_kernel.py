@@ -108,6 +108,8 @@ CALLS = [
     attention(300, 333, 192, head_dim_v=128, is_causal=True),
     *(attention(49, 41, d, heads=(100, 100), is_causal=causal) for d in (64, 100) for causal in (False, True)),
     attention(160, 300, 64, heads=(95, 95), is_causal=True),
+    *(attention(s, s, 64, heads=(95, 95), is_causal=causal) for s in (90, 220) for causal in (False, True)),
+    attention(200, 150, 40, heads=(95, 95), window=(50, 5)),
     attention(10, 15, 33, heads=(4, 2), window=(3, 5)),
     attention(100, 77, 24, head_dim_v=32),
     attention(49, 41, 64, head_dim_v=128),
@@ -121,7 +123,7 @@ CALLS = [
 attention_module = importlib.import_module("triton_gallery.attention")
 empty_as = attention_module._empty_as
 attention_module._empty_as = lambda *args: empty_as(*args).zero_()
-for name in ("attention_forward", "attention_backward"):
+for name in ("attention_forward", "attention_backward", "attention_backward_heads"):
     if (module := tg.hopper.load(name)) is not None:
         module.padded = lambda x: _launch.padded(x).zero_()
 if (plan := tg.hopper.load("matmul_plan")) is not None:

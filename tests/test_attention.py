@@ -334,6 +334,53 @@ def test_short_sequences(seq_q, seq_k, group, head_dims, mask, device, monkeypat
     assert module._attention_bwd_short_kernel in [kernel for kernel, _ in launches]
 
 
+@pytest.mark.gpu
+@MASK
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "head_dim"),
+    [
+        (49, 49, 64),
+        (77, 77, 64),
+        (64, 120, 33),
+        (128, 128, 64),
+        (700, 90, 64),
+        (130, 145, 48),
+        (20, 250, 64),
+        (197, 197, 64),
+        (250, 129, 64),
+        (256, 256, 64),
+    ],
+    ids=str,
+)
+def test_programs_for_hopper_that_own_all_keys_of_a_head(seq_q, seq_k, head_dim, mask, device, monkeypatch):
+    launches = observed_launches(hopper.load("attention_backward_heads"), monkeypatch)
+    # Two or three heads for each multiprocessor of an H200; their rows lie between those of other heads.
+    q, k, v = (torch.randn(25, n, 12, head_dim, device=device).half().transpose(1, 2) for n in (seq_q, seq_k, seq_k))
+    dout = torch.randn(25, 12, seq_q, head_dim, device=device).half()
+    first, second = (check(q, k, v, dout=dout, **MASKS[mask]) for _ in "12")
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert len(launches) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("seq_len", [70, 200])
+def test_programs_for_hopper_keep_heads_and_keys_apart(seq_len, value, device, monkeypatch):
+    launches = observed_launches(hopper.load("attention_backward_heads"), monkeypatch)
+    q, k, v = inputs((300, 1, seq_len - 6, 64), (300, 1, seq_len, 64), torch.float16, device)
+    dout = torch.randn_like(q)
+    call = functools.partial(tg.attention, is_causal=True)
+    clean = with_gradients(call, q, k, v, dout)
+    k[:, :, -6:] = value  # no query sees these
+    v[7], q[150] = value, value
+    others = [i for i in range(300) if i not in (7, 150)]
+    _, _, dk, dv = with_gradients(call, q, k, v, dout)
+    for gradient, expected in zip((dk, dv), clean[2:], strict=True):
+        torch.testing.assert_close(gradient[others], expected[others], rtol=0, atol=0)
+    assert (dk[others][:, :, -6:] == 0).all() and (dv[others][:, :, -6:] == 0).all()
+    assert len(launches) == 2
+
+
 def test_few_programs_do_not_walk_many_heads():
     def config(batch, heads, seq_len, head_dim):
         q, k = (torch.empty(batch, n, seq_len, head_dim, dtype=torch.float16, device="meta") for n in (heads, 1))

@@ -1174,7 +1174,14 @@ def _attention_bwd(
     q, k, v, dout = _for_tma(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     short = _short_config(q, k, v)
-    if short is None and _fits_hopper(q, k, v, scale, lower, upper) and max(head_dim, head_dim_v) > 16:
+    fits_hopper = _fits_hopper(q, k, v, scale, lower, upper) and max(head_dim, head_dim_v) > 16
+    heads = hopper.load("attention_backward_heads") if fits_hopper else None
+    if heads is not None and heads.supports(dlse, q, k, v, out):
+        # In tiles of 64 columns: with fewer, and with few rows, the kernel in ``tl`` computes no zeros.
+        if short is None or (seq_k > 48 and max(head_dim, head_dim_v) > 32):
+            heads.backward(dout, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
+            return dq, dk, dv
+    if short is None and fits_hopper:
         hopper.load("attention_backward").backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
         return dq, dk, dv
     if dout.stride(-1) != 1:

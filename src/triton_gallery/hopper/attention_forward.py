@@ -89,8 +89,23 @@ def keeps_memory_busy(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _programs_per_sm(q, v):
-    """For few queries. Two share shared memory and registers, so wide rows leave no room for the second."""
-    return 2 if max(row_width(q), row_width(v)) <= 192 else 1
+    """For few queries: as many as shared memory and registers have room for."""
+    width = max(row_width(q), row_width(v))
+    return 3 if width == 64 else 2 if width <= 192 else 1
+
+
+def _suits_one_consumer(q, v, is_causal, is_unlimited):
+    """Whether programs of 64 queries, several on each multiprocessor, are quicker than those of 128 or more.
+
+    They are for few queries, and somewhat more where the last tile of 128 would be half empty. At head_dim 64, under a
+    causal mask, they also have less to mask.
+    """
+    seq_q, width = q.shape[2], max(row_width(q), row_width(v))
+    if width == 64:
+        suits = seq_q <= 448 and (0 < seq_q % 128 <= 64 or (not 96 < seq_q <= 128 if is_causal else seq_q < 128))
+    else:
+        suits = seq_q <= 320 and 0 < seq_q % 128 <= 64 and not (is_causal and width > 128)
+    return suits and (is_causal or is_unlimited) and _programs_per_sm(q, v) > 1 and keeps_memory_busy(q, v)
 
 
 def _in_turn(n_tiles, n_heads, n_programs):
@@ -235,7 +250,8 @@ def _fwd_producer(
     IS_BAND: gl.constexpr, IS_SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Copies Q once per tile, and K and V tile by tile from the last one backwards."""
-    Q_PIECES: gl.constexpr = q_smem.shape[0] // NUM_CONSUMERS
+    Q_STAGES: gl.constexpr = q_full.shape[0] // NUM_CONSUMERS
+    Q_PIECES: gl.constexpr = q_smem.shape[0] // q_full.shape[0]
     step = 0
     entry_ptr = schedule_ptr + (gl.program_id(0) // n_splits if IS_SPLIT else gl.program_id(0)) * schedule_width
     n_done = 0
@@ -253,10 +269,11 @@ def _fwd_producer(
         # The first K goes before Q: it need not wait for the previous tile to end.
         _copy_kv_tile(k_desc, batch, kv_head, (end - 1) * BLOCK_N, k_smem, k_full, k_empty, step)
         for c in gl.static_range(NUM_CONSUMERS):
-            mbarrier.wait(q_empty.index(c), (n_done & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), Q_PIECES * q_desc.block_type.nbytes)
+            q_place = n_done % Q_STAGES * NUM_CONSUMERS + c
+            mbarrier.wait(q_empty.index(q_place), phase(n_done, Q_STAGES) ^ 1)
+            mbarrier.expect(q_full.index(q_place), Q_PIECES * q_desc.block_type.nbytes)
             row = tile * TILE_ROWS + c * BLOCK_M
-            load_rows(q_desc, batch, head, row, q_smem, c, q_full.index(c), Q_PIECES)
+            load_rows(q_desc, batch, head, row, q_smem, q_place, q_full.index(q_place), Q_PIECES)
         for j in range(1, end - begin):
             # K runs one tile ahead of V, as the consumers' products do.
             _copy_kv_tile(k_desc, batch, kv_head, (end - 1 - j) * BLOCK_N, k_smem, k_full, k_empty, step + 1)
@@ -333,10 +350,11 @@ def _fwd_consumer(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     STAGES: gl.constexpr = k_full.shape[0]
-    OUT_PIECES: gl.constexpr = out_smem.shape[0] // NUM_CONSUMERS
+    Q_STAGES: gl.constexpr = q_full.shape[0] // NUM_CONSUMERS
+    OUT_STAGES: gl.constexpr = Q_STAGES if OUT_IN_Q else 1
+    OUT_PIECES: gl.constexpr = out_smem.shape[0] // (OUT_STAGES * NUM_CONSUMERS)
     step = 0
     n_done = 0
-    q = parts(q_smem, CONSUMER, BLOCK_D, num_pieces(BLOCK_D))
     if NUM_CONSUMERS > 1 and CONSUMER == NUM_CONSUMERS - 1:
         named_barrier("barrier.arrive", "9")  # the first turn is consumer 0's
     heads_inverse = 1.0 / n_heads
@@ -353,7 +371,9 @@ def _fwd_consumer(
         n = end - begin
         row = tile * TILE_ROWS + CONSUMER * BLOCK_M
         acc = zero_sums(BLOCK_M, BLOCK_DV)
-        mbarrier.wait(q_full.index(CONSUMER), n_done & 1)
+        q_place = n_done % Q_STAGES * NUM_CONSUMERS + CONSUMER
+        q = parts(q_smem, q_place, BLOCK_D, num_pieces(BLOCK_D))
+        mbarrier.wait(q_full.index(q_place), phase(n_done, Q_STAGES))
         if HANDS_BACK:
             # Key tiles that this consumer does not need are handed back unused: those that lie wholly above its rows,
             # or, where it has no rows because the queries have come to their end, all but one.
@@ -413,11 +433,11 @@ def _fwd_consumer(
                     )  # fmt: skip
                     step += 1
                 if not OUT_IN_Q:
-                    mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                    mbarrier.arrive(q_empty.index(q_place), count=1)
                 acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_DV, BLOCK_N)
             else:
                 if not OUT_IN_Q:
-                    mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                    mbarrier.arrive(q_empty.index(q_place), count=1)
                 acc = _last_pv(v_smem, v_full, v_empty, opaque(step), p_first, acc, BLOCK_DV, FIRST_N)
         else:
             p = p_first
@@ -448,7 +468,7 @@ def _fwd_consumer(
                     )  # fmt: skip
                     step += 1
             if not OUT_IN_Q:
-                mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+                mbarrier.arrive(q_empty.index(q_place), count=1)
             acc = _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_DV, BLOCK_N)
         step += 1
 
@@ -464,13 +484,14 @@ def _fwd_consumer(
             _store_split(split_out_ptr, own_rows, rows < seq_q, acc, HEAD_DIM_V)
         else:
             store_wait(0)
-            store_rows(parts(out_smem, CONSUMER, BLOCK_DV, OUT_PIECES), acc)
+            out_place = q_place if OUT_IN_Q else CONSUMER
+            store_rows(parts(out_smem, out_place, BLOCK_DV, OUT_PIECES), acc)
             fence_async_shared()
             batch, own_head = _batch_and_head(head, heads_inverse, n_heads)
-            store_tile(out_desc, batch, own_head, row, out_smem, CONSUMER, BLOCK_DV, OUT_PIECES)
+            store_tile(out_desc, batch, own_head, row, out_smem, out_place, BLOCK_DV, OUT_PIECES)
         if OUT_IN_Q:
             store_wait(0)
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            mbarrier.arrive(q_empty.index(q_place), count=1)
         n_done += 1
         entry = next_entry
     store_wait(0)
@@ -524,7 +545,8 @@ def _attention_fwd_hopper_kernel(
     BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
     BLOCK_DV: gl.constexpr,  # of v and out; each is one of WIDTHS
     NUM_CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr,  # of keys and values, and
+    Q_STAGES: gl.constexpr,  # of queries: so many tiles have room
     OUT_IN_Q: gl.constexpr,  # for want of room the output leaves through the place of the queries
     IS_CAUSAL: gl.constexpr,  # upper is 0, and there is no lower limit
     IS_BAND: gl.constexpr,  # other limits: query i sees the keys from i + lower to i + upper
@@ -538,7 +560,7 @@ def _attention_fwd_hopper_kernel(
     """Program i owns the tiles that row i / n_splits of the schedule lists, each NUM_CONSUMERS x BLOCK_M query rows."""
     # The kernel after this one, such as the one that joins splits, may make itself ready from now on.
     gdc_launch_dependents()
-    q_smem = allocate(NUM_CONSUMERS, q_desc, num_pieces(BLOCK_D))
+    q_smem = allocate(Q_STAGES * NUM_CONSUMERS, q_desc, num_pieces(BLOCK_D))
     k_smem = allocate(STAGES, k_desc, num_pieces(BLOCK_D))
     v_smem = allocate(STAGES, v_desc, num_pieces(BLOCK_DV))
     if OUT_IN_Q:
@@ -546,13 +568,13 @@ def _attention_fwd_hopper_kernel(
     else:
         out_smem = allocate(NUM_CONSUMERS, out_desc, num_pieces(BLOCK_DV))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * NUM_CONSUMERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * NUM_CONSUMERS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(NUM_CONSUMERS):
+    for i in gl.static_range(Q_STAGES * NUM_CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -660,13 +682,16 @@ def forward(
     n_consumers = 3 if width == width_v == 64 and even_kv and not is_band and fits_three else 2
     registers = 240 if n_consumers == 2 else 160
     n_programs, options = num_multiprocessors(q.device), {}
-    # One consumer suits few queries, and somewhat more whose last tile of 128 rows would be half empty.
-    suits_one = seq_q <= 320 and 0 < seq_q % 128 <= 64 and keeps_memory_busy(q, v) and _programs_per_sm(q, v) == 2
-    if suits_one and (is_unlimited or (is_causal and max(width, width_v) <= 128)):
-        n_programs, n_consumers, registers, options = 2 * n_programs, 1, 200, {"maxnreg": 128}
-        block_n = 128 if max(width, width_v) == 64 else 64 if max(width, width_v) <= 128 else 32
-        out_in_q = width_v <= width
+    if _suits_one_consumer(q, v, is_causal, is_unlimited):
+        n_consumers, per_sm = 1, _programs_per_sm(q, v)
+        n_programs *= per_sm
+        registers, options = {2: (200, {"maxnreg": 128}), 3: (136, {"maxnreg": 80})}[per_sm]
+        block_n = 32 if max(width, width_v) > 128 or seq_kv <= 32 else 64
         even_kv = False  # one compiled kernel for all lengths
+    # The next tile's queries arrive while this one's are at work, where there is room. (Three consumers have no
+    # registers for their addresses to spare: with many key tiles to each query tile, this costs more than it saves.)
+    no_room = max(width, width_v) > 192 or (width > 128 and block_n == 128)
+    q_stages = 1 if no_room or (n_consumers == 3 and not is_causal and seq_kv > 1024) else 2
     rows = n_consumers * CONSUMER_ROWS
     n_splits = 1
     if lower is None and not is_causal:
@@ -698,7 +723,7 @@ def forward(
         split_lse, split_out, schedule, seq_q, seq_kv, lower, upper, n_heads, n_heads // n_kv_heads, n_splits,
         schedule.shape[1], scale * LOG2_E,
         BLOCK_M=CONSUMER_ROWS, BLOCK_N=block_n, BLOCK_D=width, BLOCK_DV=width_v, NUM_CONSUMERS=n_consumers, STAGES=2,
-        OUT_IN_Q=out_in_q, IS_CAUSAL=is_causal, IS_BAND=is_band,
+        Q_STAGES=q_stages, OUT_IN_Q=out_in_q, IS_CAUSAL=is_causal, IS_BAND=is_band,
         HANDS_BACK=hands_back, DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv, IS_SPLIT=n_splits > 1,
         HEAD_DIM_V=v.shape[-1], REGISTERS=registers, num_warps=4, **options,
     )  # fmt: skip
