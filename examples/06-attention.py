@@ -690,7 +690,8 @@ except ValueError as error:
 #
 # - The warps part as in the fifth rung of page three: a *producer* starts the copies of :math:`Q`, :math:`K` and
 #   :math:`V`, one to three *consumers* own 64 queries each and do the arithmetic, and barriers in shared memory tell
-#   each side when a tile has come or may go.
+#   each side when a tile has come or may go. Mostly there is room for two tiles of queries, too, so that the next one
+#   arrives while this one is at work.
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
 #   own product.
@@ -729,7 +730,7 @@ except ValueError as error:
 # seven products. They serve rows of more than 128 numbers, and the first of them is a way to the same bits every time.
 # Whoever needs those says so in torch's own words: after `torch.use_deterministic_algorithms(True)`, the kernel with
 # the one walk leaves :math:`dQ` out, and that of the queries makes it, which is seven products as well. (Without a GPU
-# it is the two walks from further up.)
+# it is the two walks from further up. Short heads, further down, repeat in any case.)
 
 half = [torch.randn(1, 1, 300, 64, device=DEVICE, dtype=torch.float16) for _ in range(4)]
 torch.use_deterministic_algorithms(True)
@@ -1495,11 +1496,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # queries, one query of each head of a group looks like a few queries of one head: the same memory, with another shape.
 # So it reads each key once, with no splits and nothing to join. Where these queries fill no more than 64 rows, of at
 # most 192 numbers, it has only one consumer, smaller steps, and half of the registers and shared memory. Two such
-# programs fit into a multiprocessor, so that an H200 has room for 264 at a time. That helps when there are, say, 160
-# heads of keys. With room for 132 programs, 28 would have to wait, and would then read alone, too few to keep the
-# memory busy. Now all of them read from the start, and finish at about the same time, because what each waits for is
-# the memory that all share. `keeps_memory_busy` says whether the last round has programs enough; where it has not, the
-# keys are split as above.
+# programs fit into a multiprocessor (three of 64 numbers), so that an H200 has room for 264 at a time. That helps when
+# there are, say, 160 heads of keys. With room for 132 programs, 28 would have to wait, and would then read alone, too
+# few to keep the memory busy. Now all of them read from the start, and finish at about the same time, because what each
+# waits for is the memory that all share. `keeps_memory_busy` says whether the last round has programs enough; where it
+# has not, the keys are split as above.
 #
 # In the sweep, 32 heads of queries share 8 or 32 heads of keys, with head dimension 128. What counts is the bytes of
 # :math:`K` and :math:`V`, each once.
@@ -1648,16 +1649,23 @@ prompt_report
 # pass. With :math:`S = 49` that is left of the ridge, and the memory sets the limit. What keeps a kernel from it are
 # rows with nothing in them, and being idle between one tile and the next.
 #
-# On Hopper the forward pass of up to 64 queries is the kernel with one consumer from above: no row of a second one is
-# empty, and of the two programs in a multiprocessor one copies while the other computes. It also has somewhat longer
-# sequences, up to 320 positions, if their last tile of 128 rows would be half empty.
+# On Hopper the forward pass of few queries is the kernel with one consumer from above: no row of a second one is empty,
+# and of the two or three programs in a multiprocessor one copies while the others compute. Its steps have 64 keys, or
+# 32 where there are no more. It also has longer sequences if their last tile of 128 rows would be half empty, up to 704
+# positions with head dimension 64 and 320 with others. `_suits_one_consumer` has the rule, from measurements.
 #
-# For the backward pass of up to 64 positions (128 up to head dimension 32) we can forget most of what this page is
-# about. All scores of a head fit into one program, so there is no walk, :math:`p` and :math:`ds` are computed once, and
-# the five products of the formulas are five lines. :math:`\delta` is at hand, without a kernel of its own; so is the
-# whole sum for :math:`dQ`, so the same inputs give the same bits. On all GPUs the library takes this kernel for 16-bit
-# numbers with head dimensions up to 128. One program walks all heads of queries that share one of keys. If these are
-# many, and the batch so small that few other programs run, the kernels of long sequences stay faster.
+# A short head is soon done, and what comes next should be there by then. Keys and values of the next head come early
+# anyway, since their tiles have two places in shared memory each. The queries once had one: the copy of the next ones
+# began when the last scores of this head were done, and every head waited for memory. The second place that they have
+# now matters most here.
+#
+# For the backward pass of up to 48 positions (64 up to head dimension 32, and on other GPUs 64 and 128) we can forget
+# most of what this page is about. All scores of a head fit into one program, so there is no walk, :math:`p` and
+# :math:`ds` are computed once, and the five products of the formulas are five lines. :math:`\delta` is at hand, without
+# a kernel of its own; so is the whole sum for :math:`dQ`, so the same inputs give the same bits. On all GPUs the
+# library takes this kernel for 16-bit numbers with head dimensions up to 128. One program walks all heads of queries
+# that share one of keys. If these are many, and the batch so small that few other programs run, the kernels of long
+# sequences stay faster.
 
 # quote: triton_gallery.attention._row_statistics
 # quote: triton_gallery.attention._attention_bwd_short_kernel
@@ -1667,6 +1675,21 @@ prompt_report
 # shared memory turns it. How many warps are best is a table in the source, from measurements: `_SHORT_WARPS`. The fewer
 # they are, the less they wait for each other, and the more programs fit into a multiprocessor, until the registers of a
 # warp no longer suffice.
+#
+# On Hopper a third kernel serves what lies between the short and the long, from 49 to 256 keys with head dimensions up
+# to 64. For each number of :math:`dQ` the kernel with one walk moves 14 bytes: a float32 zero, what is added to it,
+# what is read to be narrowed, and 2 bytes at last. All eight matrices together have 16. Long sequences pay that once
+# for many keys. Here a program owns all keys of a head again, so that :math:`dQ` is complete as soon as it is computed,
+# leaves in 16 bits, and repeats bit for bit.
+#
+# - Two consumers own 64 keys each. :math:`dQ` needs :math:`dS` of all keys, so each of them leaves its part in shared
+#   memory, waits for the other, and computes half of the columns.
+# - :math:`\delta` is computed on the way: :math:`O` comes with :math:`Q` and :math:`dO`, and no other kernel has to
+#   read it.
+# - A program serves one head after another. While the consumers are at one, the producer copies the keys and values of
+#   the next.
+# - More than 128 keys take two rounds past the same queries. What the first round has of :math:`dQ` waits in shared
+#   memory, in float32, and the second starts from it. For 256 queries that is 64 KiB, and the end of the room.
 #
 # The sweep has 65536 positions in 8 heads, with head dimension 64 and no mask. What counts is the bytes of each input
 # and output, once: four matrices forward, eight backward.

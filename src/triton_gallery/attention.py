@@ -1177,8 +1177,8 @@ def _attention_bwd(
     fits_hopper = _fits_hopper(q, k, v, scale, lower, upper) and max(head_dim, head_dim_v) > 16
     heads = hopper.load("attention_backward_heads") if fits_hopper else None
     if heads is not None and heads.supports(dlse, q, k, v, out):
-        # In tiles of 64 columns: with fewer, and with few rows, the kernel in ``tl`` computes no zeros.
-        if short is None or (seq_k > 48 and max(head_dim, head_dim_v) > 32):
+        # In tiles of 64 rows and columns: of fewer, the kernel in ``tl`` computes less that is zero.
+        if short is None or seq_k > (48 if max(head_dim, head_dim_v) > 32 else 64):
             heads.backward(dout, q, k, v, out, lse, dq, dk, dv, lower, upper, scale)
             return dq, dk, dv
     if short is None and fits_hopper:
@@ -1394,14 +1394,16 @@ def attention(
         On Hopper, float32 has a kernel of its own, but for short sequences and few queries. Other 16-bit inputs take
         kernels of their own there, if the mask leaves each query a key, and so does their backward pass where the
         larger head_dim is more than 16, but for short sequences. (Their forward keeps a table for each shape, of 4
-        bytes for every 128 queries of a head.) With rows of up to 128 numbers it keeps the gradient of q in float32 and
-        adds it up in no fixed order.
+        bytes for every 64 queries of a head or more.) With rows of up to 128 numbers it keeps the gradient of q in
+        float32 and adds it up in no fixed order, but for short sequences.
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 
         Short sequences in 16 bits have a backward pass of one kernel, without memory beside the gradients: up to 64
         queries and keys with a larger head_dim of up to 128, or 128 of them with one of up to 32, unless many heads of
-        q share one of k and sequences are few.
+        q share one of k and sequences are few. On Hopper it also serves up to 256 of them with head_dims up to 64, and
+        more queries of up to 128 keys, if no heads share keys, they are at least half as many as there are
+        multiprocessors, and lse has no gradient.
 
         A query whose scores are all -inf gets 0, like one that may see no key. Two defects are known, both of extreme
         numbers: on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get

@@ -94,18 +94,19 @@ def _programs_per_sm(q, v):
     return 3 if width == 64 else 2 if width <= 192 else 1
 
 
-def _suits_one_consumer(q, v, is_causal, is_unlimited):
+def _suits_one_consumer(q, v, is_causal):
     """Whether programs of 64 queries, several on each multiprocessor, are quicker than those of 128 or more.
 
-    They are for few queries, and somewhat more where the last tile of 128 would be half empty. At head_dim 64, under a
-    causal mask, they also have less to mask.
+    They are for few queries, and for somewhat more where the last tile of 128 would be half empty. At head_dim 64, of
+    few keys, they are also where the causal mask or the end of the only tile leaves less to multiply.
     """
-    seq_q, width = q.shape[2], max(row_width(q), row_width(v))
-    if width == 64:
-        suits = seq_q <= 448 and (0 < seq_q % 128 <= 64 or (not 96 < seq_q <= 128 if is_causal else seq_q < 128))
-    else:
-        suits = seq_q <= 320 and 0 < seq_q % 128 <= 64 and not (is_causal and width > 128)
-    return suits and (is_causal or is_unlimited) and _programs_per_sm(q, v) > 1 and keeps_memory_busy(q, v)
+    seq_q, seq_kv, width = q.shape[2], v.shape[2], max(row_width(q), row_width(v))
+    if width > 192 or (width > 128 and is_causal) or not keeps_memory_busy(q, v):
+        return False
+    suits = 0 < seq_q % 128 <= 64 and seq_q <= (704 if width == 64 else 320)
+    if width == 64 and max(seq_q, seq_kv) <= 448:
+        suits = suits or (not 96 < seq_q <= 128 if is_causal else seq_q < 128)
+    return suits
 
 
 def _in_turn(n_tiles, n_heads, n_programs):
@@ -682,16 +683,17 @@ def forward(
     n_consumers = 3 if width == width_v == 64 and even_kv and not is_band and fits_three else 2
     registers = 240 if n_consumers == 2 else 160
     n_programs, options = num_multiprocessors(q.device), {}
-    if _suits_one_consumer(q, v, is_causal, is_unlimited):
+    if not is_band and _suits_one_consumer(q, v, is_causal):
         n_consumers, per_sm = 1, _programs_per_sm(q, v)
         n_programs *= per_sm
         registers, options = {2: (200, {"maxnreg": 128}), 3: (136, {"maxnreg": 80})}[per_sm]
         block_n = 32 if max(width, width_v) > 128 or seq_kv <= 32 else 64
         even_kv = False  # one compiled kernel for all lengths
-    # The next tile's queries arrive while this one's are at work, where there is room. (Three consumers have no
-    # registers for their addresses to spare: with many key tiles to each query tile, this costs more than it saves.)
+    # The next tile's queries arrive while this one's are at work, where there is room. (Neither the masks of a band nor
+    # three consumers leave registers for their addresses: where they meet many keys, this costs more than it saves.)
     no_room = max(width, width_v) > 192 or (width > 128 and block_n == 128)
-    q_stages = 1 if no_room or (n_consumers == 3 and not is_causal and seq_kv > 1024) else 2
+    no_registers = is_band or (n_consumers == 3 and not is_causal and seq_kv > 1024)
+    q_stages = 1 if no_room or no_registers else 2
     rows = n_consumers * CONSUMER_ROWS
     n_splits = 1
     if lower is None and not is_causal:
