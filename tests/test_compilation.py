@@ -521,6 +521,26 @@ def test_operands_kept_in_registers_stay(kwargs, shape):
         assert is_copied or all(opcode.startswith("LDSM") for opcode in opcodes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 4, 640), (64, 8, 64)], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_all_widths_of_rows_have_room(is_causal, shape):
+    widths = (64, 80, 96, 128, 160, 192, 256)
+    rows = [[_tensor((*shape, d), F16) for d in (a, a, b)] for a in widths for b in widths]
+    calls = [(triton_gallery.attention, tensors, {"is_causal": is_causal}, False) for tensors in rows]
+    for _, tensors, (kernels,) in zip(
+        calls, rows, codegen._compile(codegen._pack(calls, ("sm_90",), keep_asm=False)), strict=True
+    ):
+        (kernel,) = kernels
+        name = f"{tensors[0].shape[-1]} and {tensors[2].shape[-1]} columns"
+        assert kernel.name == "_attention_fwd_hopper_kernel"
+        assert kernel.shared <= SHARED_LIMIT["sm_90"], name
+        # Where one consumer leaves room for another program or two, they fit, each with a KiB that the GPU keeps.
+        if kernel.num_warps == 8 and max(x.shape[-1] for x in tensors) <= 192:
+            n_programs = 3 if tensors[0].shape[-1] == tensors[2].shape[-1] == 64 else 2
+            assert n_programs * (kernel.shared + 1024) <= 228 * 1024, name
+
+
 WIDTHS = (64, 128, 192, 256)
 
 

@@ -310,13 +310,19 @@ def _attention_bwd_heads_kernel(
 
 
 def supports(dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether heads are short, each with its own keys, and half of the multiprocessors or more have one."""
+    """Whether heads are short, each with its own keys, and half of the multiprocessors or more have one.
+
+    Of few keys there may be many queries, if programs have about equal numbers of heads.
+    """
+    n_heads, n_programs = q.shape[0] * q.shape[1], num_multiprocessors(q.device)
+    is_short = max(q.shape[2], k.shape[2]) <= 2 * _PAIR_KEYS
+    is_even = 3 * n_heads >= 2 * cdiv(n_heads, n_programs) * n_programs
     return (
         dlse is None
         and q.shape[1] == k.shape[1]
-        and (k.shape[2] <= _PAIR_KEYS or max(q.shape[2], k.shape[2]) <= 2 * _PAIR_KEYS)
+        and (is_short or (k.shape[2] <= _PAIR_KEYS and is_even))
         and row_width(q) == row_width(v) == _SIDE.value
-        and 2 * q.shape[0] * q.shape[1] >= num_multiprocessors(q.device)
+        and 2 * n_heads >= n_programs
         and tma_can_address(out)
     )
 

@@ -691,7 +691,7 @@ def forward(
         even_kv = False  # one compiled kernel for all lengths
     # The next tile's queries arrive while this one's are at work, where there is room. (Neither the masks of a band nor
     # three consumers leave registers for their addresses: where they meet many keys, this costs more than it saves.)
-    no_room = max(width, width_v) > 192 or (width > 128 and block_n == 128)
+    no_room = max(width, width_v) > 192 or (width > 128 and (block_n == 128 or not out_in_q))
     no_registers = is_band or (n_consumers == 3 and not is_causal and seq_kv > 1024)
     q_stages = 1 if no_room or no_registers else 2
     rows = n_consumers * CONSUMER_ROWS
