@@ -881,8 +881,8 @@ ladder
 # :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
 # (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
-# The fourth version asks the cache for half as much and waits half as often, and still, on an H200, it is faster at no
-# length. Its rate over the third one's is :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at
+# The fourth version asks the cache for half as much and waits half as often, and still, on an H200, it gains next to
+# nothing. Its rate over the third one's is :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at
 # 512` at 512 positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048,
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at 8192 and
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes from the
@@ -1747,30 +1747,25 @@ report_short_bwd.plot()
 report_short_bwd
 
 # %%
-# Forward, the kernel with one consumer is ahead. With 16, 32, 49, 64 and 160 positions it runs at
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 16`, :measured:`attention-fwd-short-fp16:
-# triton_gallery / cuDNN at 32`, :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 49`,
-# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 64` and :measured:`attention-fwd-short-fp16:
-# triton_gallery / cuDNN at 160` cuDNN's rate. That is far from the limit still: :measured:`attention-fwd-short-fp16:
-# triton_gallery / limit at 16` of it with 16 positions, a quarter of the tile's rows, and
-# :measured:`attention-fwd-short-fp16: triton_gallery / limit at 64` with 64. The others are served by two. With 77, 197
-# and 256 positions these are about even with cuDNN, at :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at
-# 77`, :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 197` and :measured:`attention-fwd-short-fp16:
-# triton_gallery / cuDNN at 256`; with 100 and 128 they are behind, at :measured:`attention-fwd-short-fp16:
-# triton_gallery / cuDNN at 100` and :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 128`. There a head
-# is a single tile of queries and one of keys, so that a consumer has nothing to do under its products. That is so with
-# 77 as well, so it cannot be all; more we have not measured.
+# Forward, our rate over cuDNN's is :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 16` with 16
+# positions, :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 64` with 64,
+# :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 77` with 77, :measured:`attention-fwd-short-fp16:
+# triton_gallery / cuDNN at 160` with 160 and :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 256` with
+# 256. With 16, three quarters of the tile's rows are empty, and we are at :measured:`attention-fwd-short-fp16:
+# triton_gallery / limit at 16` of the limit; with 64 at :measured:`attention-fwd-short-fp16: triton_gallery / limit at
+# 64`. With 128 a head is a single full tile of queries and one of keys, so that a consumer has nothing to do under its
+# products. There we are at :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 128` of cuDNN and
+# :measured:`attention-fwd-short-fp16: triton_gallery / limit at 128` of the limit.
 #
-# Backward, the kernel with all scores of a head runs at :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at
-# 16`, :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 32`, :measured:`attention-bwd-short-fp16:
-# triton_gallery / cuDNN at 49` and :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 64` cuDNN's rate with
-# 16, 32, 49 and 64 positions, and at :measured:`attention-bwd-short-fp16: triton_gallery / limit at 16` of the limit
-# with 16, where the tile is full. Past these the kernel with one walk takes over, with three launches where there was
-# one. Its tiles have 128 keys. Where they are full, at 128 and 256 positions, it runs at
-# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 128` and :measured:`attention-bwd-short-fp16:
-# triton_gallery / cuDNN at 256`; it is behind where much of one is empty, with 77 and 160, at
-# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 77` and :measured:`attention-bwd-short-fp16:
-# triton_gallery / cuDNN at 160`.
+# Backward, the kernel that walks nowhere runs at :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 16` and
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 32` cuDNN's rate with 16 and 32 positions, and at
+# :measured:`attention-bwd-short-fp16: triton_gallery / limit at 16` of the limit with 16, where the tile is full. From
+# 49 on it is the kernel with all keys of a head: :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 49`
+# with 49, :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 77` with 77,
+# :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 128` with 128, :measured:`attention-bwd-short-fp16:
+# triton_gallery / cuDNN at 197` with 197 and :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 256` with
+# 256. It is nearest to the limit where both tiles of a pair are full and one round suffices, with 128 positions:
+# :measured:`attention-bwd-short-fp16: triton_gallery / limit at 128`.
 
 # %%
 # Right of the ridge, thanks to what is not written
@@ -1861,8 +1856,7 @@ for seq_len in (512, 1024, 4096, 16384):
 # - forward, the lowest of each sweep: with head dimension 64 :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN
 #   at worst` without a mask and :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with one;
 #   with 128 :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` without and
-#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with one. Both of those with a mask are
-#   at 512 positions
+#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with one
 # - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
 #   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
 #   triton_gallery / cuDNN at worst` with 64
