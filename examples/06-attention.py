@@ -1679,8 +1679,8 @@ prompt_report
 # On Hopper a third kernel serves what lies between the short and the long, from 49 to 256 keys with head dimensions up
 # to 64. For each number of :math:`dQ` the kernel with one walk moves 14 bytes: a float32 zero, what is added to it,
 # what is read to be narrowed, and 2 bytes at last. All eight matrices together have 16. For a long sequence that is
-# little beside its products, for a short one it is most of the time. Here a program owns all keys of a head again, so
-# that :math:`dQ` is complete as soon as it is computed, leaves in 16 bits, and repeats bit for bit.
+# little beside its products, of which a short one has few. Here a program owns all keys of a head again, so that
+# :math:`dQ` is complete as soon as it is computed, leaves in 16 bits, and repeats bit for bit.
 #
 # - Two consumers own 64 keys each. :math:`dQ` needs :math:`dS` of all keys, so each of them leaves its part in shared
 #   memory, waits for the other, and computes half of the columns.
