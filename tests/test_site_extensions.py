@@ -464,6 +464,18 @@ def test_command_line_says_in_one_line_what_cannot_be_read_or_written(tmp_path, 
             gallery.main()
 
 
+def test_second_build_of_a_checkout_ends_at_once(tmp_path):
+    folders = {"examples_dirs": "_generated/examples", "gallery_dirs": "tutorials"}
+    config = SimpleNamespace(sphinx_gallery_conf=folders)
+    first, second = (SimpleNamespace(srcdir=tmp_path, config=config) for _ in "12")
+    gallery._claim(first)
+    with pytest.raises(SystemExit, match=r"^another build of this checkout is under way"):
+        gallery._claim(second)
+    gallery._release(first)
+    gallery._claim(second)
+    gallery._release(second)
+
+
 # --- in a small site --------------------------------------------------------------------------------------------------
 
 

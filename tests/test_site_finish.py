@@ -4,11 +4,13 @@ import base64
 import colorsys
 import hashlib
 import re
+from pathlib import Path
 
 import bundle
 import pytest
 
 # A machine that only measures has no Sphinx.
+SphinxTestApp = pytest.importorskip("sphinx.testing.util").SphinxTestApp
 figures = pytest.importorskip("figures")
 finish = pytest.importorskip("finish")
 mathml = pytest.importorskip("mathml")
@@ -113,6 +115,22 @@ def test_formula_that_is_unknown_is_a_warning(caplog, monkeypatch):
     mathml.mathml(node)
     ((_, error), where) = warnings[0]
     assert "nosuchthing" in str(error) and where == {"location": node}
+
+
+def test_page_whose_source_is_gone_leaves_the_site(tmp_path):
+    (tmp_path / "conf.py").write_text("extensions = ['finish']\nhtml_theme = 'basic'\n")
+    (tmp_path / "index.rst").write_text("Site\n====\n\n.. toctree::\n   :glob:\n\n   part/*\n")
+    (tmp_path / "part").mkdir()
+    for name in ("kept", "gone"):
+        (tmp_path / "part" / f"{name}.rst").write_text(f"{name}\n====\n")
+    for pages in ({"kept.html", "gone.html"}, {"kept.html"}):
+        app = SphinxTestApp("html", srcdir=tmp_path)
+        try:
+            app.build()
+            assert {path.name for path in (Path(app.outdir) / "part").glob("*.html")} == pages
+        finally:
+            app.cleanup()
+        (tmp_path / "part" / "gone.rst").unlink(missing_ok=True)
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@
 - Long names break behind a dot or an underscore.
 - Roles and texts for screen readers, and the thumbnails' captions as text.
 
-A page that is finished already comes out as it went in.
+A page that is finished already comes out as it went in, and one whose source is gone is removed.
 """
 
 import base64
@@ -157,6 +157,14 @@ def _build_finished(app, exception) -> None:
             path.write_text(finished, encoding="utf-8")
 
 
+def _remove_pages(app, env, added, changed, removed) -> list:
+    # Sphinx forgets a page whose source is gone, and leaves in the site what it wrote of it.
+    if app.builder.format == "html":
+        for name in removed:
+            Path(app.builder.get_outfilename(name)).unlink(missing_ok=True)
+    return []
+
+
 def _sign(app) -> None:
     # The theme has set a sign of its font of icons. A screen reader reads the link's title.
     app.config.html_permalinks_icon = '<span aria-hidden="true">#</span>'
@@ -164,6 +172,7 @@ def _sign(app) -> None:
 
 def setup(app) -> dict:
     app.connect("builder-inited", _sign)
+    app.connect("env-get-outdated", _remove_pages)
     # After what else writes pages, with priority 500.
     app.connect("build-finished", _build_finished, priority=700)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -398,6 +398,24 @@ def _commit_is_known() -> bool:
     return environment()["commit"] != "unknown"
 
 
+def _claim(app) -> None:
+    """Two builds would write into each other's pages: the second one ends at once."""
+    from filelock import FileLock, Timeout
+
+    source, _ = _folders(app)
+    source.parent.mkdir(parents=True, exist_ok=True)
+    # A process gives it back when it ends, however it does.
+    app.claim = FileLock(source.parent / ".lock")
+    try:
+        app.claim.acquire(timeout=0)
+    except Timeout:
+        sys.exit("another build of this checkout is under way: try again when it has ended")
+
+
+def _release(app, *_) -> None:
+    app.claim.release()
+
+
 def _builder_inited(app, examples: Path = EXAMPLES, src: Path = SRC) -> None:
     import torch
     import triton
@@ -525,6 +543,7 @@ def _forget_faults(app, *_) -> None:
 
 
 def setup(app) -> dict:
+    app.connect("builder-inited", _claim, priority=4)
     # Before sphinx-gallery, which reads the generated pages in its own handler with the default priority, 500.
     app.connect("builder-inited", _builder_inited, priority=5)
     # Before sphinx-gallery completes its settings, with priority 10.
@@ -533,6 +552,7 @@ def setup(app) -> dict:
     app.connect("builder-inited", _gallery_written, priority=900)
     app.connect("write-started", _forget_faults)
     app.connect("build-finished", _forget_faults, priority=999)
+    app.connect("build-finished", _release, priority=1000)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
