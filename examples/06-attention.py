@@ -675,23 +675,23 @@ except ValueError as error:
 #
 # The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H100 and the H200, the
 # library has a second set. They serve what most models train with: float16 or bfloat16, with any mask that leaves each
-# query a key, and in the backward pass a head dimension over 16 (and short sequences have a kernel of their own,
-# further down). float32 has one as well, at the end of this section. For all else the kernels above stay in charge.
-# Both sets compute the same formulas. What changes is who waits for whom.
+# query a key, and in the backward pass a head dimension over 16 (and short sequences have kernels of their own, further
+# down). float32 has one as well, at the end of this section. For all else the kernels above stay in charge. Both sets
+# compute the same formulas. What changes is who waits for whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
 # matrix unit does about 256. So the exponentials take half as long as the products, and at a head dimension of 64 as
 # long. A program that first multiplies and then takes exponentials leaves each unit idle while the other works.
 # Therefore these kernels are written in Gluon, the lower level of Triton, where one can say which warps do what. (In
-# Triton itself, `tl.range(..., warp_specialize=True)` asks the compiler to divide the work of a loop. With Triton 3.6
-# it does so on Hopper, too, for loops that load by descriptors. But the order in which products and exponentials start
-# cannot be said there.)
+# Triton itself, `tl.range(..., warp_specialize=True)` asks the compiler to divide the work of a loop. On Hopper, Triton
+# 3.6 and 3.7 do so for few loops: of a product by descriptors, with tiles of 64 rows and four warps, and not with
+# larger ones. And the order in which products and exponentials start cannot be said there.)
 #
 # - The warps part as in the fifth rung of page three: a *producer* starts the copies of :math:`Q`, :math:`K` and
 #   :math:`V`, one to three *consumers* own 64 queries each and do the arithmetic, and barriers in shared memory tell
-#   each side when a tile has come or may go. Mostly there is room for two tiles of queries, too, so that the next one
-#   arrives while this one is at work.
+#   each side when a tile has come or may go. Shared memory has two places for tiles of keys, two for tiles of values,
+#   and mostly two for those of queries, so that the next ones arrive while these are at work.
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
 #   own product.
@@ -1465,11 +1465,11 @@ report_fp32_head_dims_bwd
 # -------------------
 #
 # When a language model writes, it adds one word at a time. Then there is a single query in each head, and the keys of
-# all words so far. Let us count. With :math:`g` heads of queries to a head of keys, each of the latter takes
-# :math:`4 g S D` operations for :math:`4 S D` bytes of :math:`K` and :math:`V` in float16. That is :math:`g` per
-# byte, 1 or 4 in the sweep below, so the limit is the memory's, not the matrix unit's. With one sequence the kernel for
-# many queries is at its worst. Its tile of 128 queries holds one, which costs little. But 32 heads make 32 tiles, and
-# with a program to each most of 132 multiprocessors have nothing to do.
+# all words so far. Let us count. With :math:`g` heads of queries to a head of keys, each of the latter takes :math:`4 g
+# S D` operations for :math:`4 S D` bytes of :math:`K` and :math:`V` in float16. That is :math:`g` per byte, 1 or 4 in
+# the sweep below, so the limit is the memory's, not the matrix unit's. With one sequence the kernel for many queries is
+# at its worst. Its tile of 128 queries holds one, which costs little. But 32 heads make 32 tiles, and with a program to
+# each most of an H200's 132 multiprocessors have nothing to do.
 #
 # So the keys are shared out: each program walks along a part of them, a *split*, and writes what it has found, its sums
 # and its maximum. The rule by which a row joined its tiles holds for splits as well, and a second kernel joins them.
@@ -1499,8 +1499,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # programs fit into a multiprocessor (three of 64 numbers), so that an H200 has room for 264 at a time. That helps when
 # there are, say, 160 heads of keys. With room for 132 programs, 28 would have to wait, and would then read alone, too
 # few to keep the memory busy. Now all of them read from the start, and finish at about the same time, because what each
-# waits for is the memory that all share. `keeps_memory_busy` says whether the last round has programs enough; where it
-# has not, the keys are split as above.
+# waits for is the memory that all share. `keeps_memory_busy` says whether the last round has programs enough, or so
+# many came before it that it counts little; where neither is so, the keys are split as above.
 #
 # In the sweep, 32 heads of queries share 8 or 32 heads of keys, with head dimension 128. What counts is the bytes of
 # :math:`K` and :math:`V`, each once.
@@ -1651,21 +1651,24 @@ prompt_report
 #
 # On Hopper the forward pass of few queries is the kernel with one consumer from above: no row of a second one is empty,
 # and of the two or three programs in a multiprocessor one copies while the others compute. Its steps have 64 keys, or
-# 32 where there are no more. It also has longer sequences if their last tile of 128 rows would be half empty, up to 704
-# positions with head dimension 64 and 320 with others. `_suits_one_consumer` has the rule, from measurements.
+# 32 where there are no more or where rows have more than 128 numbers. With head dimension 64 and no mask it has all
+# sequences that are shorter than 128, and it has longer ones if half of their last tile of 128 rows or more would be
+# empty, up to 704 positions with head dimension 64 and 320 with others. `_suits_one_consumer` has the rule, from
+# measurements.
 #
 # A short head is soon done, and what comes next should be there by then. Keys and values of the next head come early
-# anyway, since their tiles have two places in shared memory each. The queries once had one: the copy of the next ones
-# began when the last scores of this head were done, and every head waited for memory. The second place that they have
-# now matters most here.
+# anyway, since their tiles have two places in shared memory each. With one place for queries, the copy of the next ones
+# would begin when the last scores of this head are done, and every head would wait for memory. So they have two as
+# well.
 #
-# For the backward pass of up to 48 positions (64 up to head dimension 32, and on other GPUs 64 and 128) we can forget
-# most of what this page is about. All scores of a head fit into one program, so there is no walk, :math:`p` and
-# :math:`ds` are computed once, and the five products of the formulas are five lines. :math:`\delta` is at hand, without
-# a kernel of its own; so is the whole sum for :math:`dQ`, so the same inputs give the same bits. On all GPUs the
-# library takes this kernel for 16-bit numbers with head dimensions up to 128. One program walks all heads of queries
-# that share one of keys. If these are many, and the batch so small that few other programs run, the kernels of long
-# sequences stay faster.
+# For the backward pass of up to 64 positions (128 up to head dimension 32) we can forget most of what this page is
+# about. (On Hopper a third kernel, further down, mostly takes those from 49 on with head dimensions up to 64, and from
+# 65 on with up to 32.) All scores of a head fit into one program, so there is no walk, :math:`p` and :math:`ds` are
+# computed once, and the five products of the formulas are five lines. :math:`\delta` is at hand, without a kernel of
+# its own; so is the whole sum for :math:`dQ`, so the same inputs give the same bits. On all GPUs the library takes this
+# kernel for 16-bit numbers with head dimensions up to 128. One program walks all heads of queries that share one of
+# keys. If these are many, and the batch so small that few other programs run, the kernels of long sequences stay
+# faster.
 
 # quote: triton_gallery.attention._row_statistics
 # quote: triton_gallery.attention._attention_bwd_short_kernel
@@ -1676,18 +1679,21 @@ prompt_report
 # they are, the less they wait for each other, and the more programs fit into a multiprocessor, until the registers of a
 # warp no longer suffice.
 #
-# On Hopper a third kernel serves what lies between the short and the long, from 49 to 256 keys with head dimensions up
-# to 64. For each number of :math:`dQ` the kernel with one walk moves 14 bytes: a float32 zero, what is added to it,
-# what is read to be narrowed, and 2 bytes at last. All eight matrices together have 16. For a long sequence that is
-# little beside its products, of which a short one has few. Here a program owns all keys of a head again, so that
-# :math:`dQ` is complete as soon as it is computed, leaves in 16 bits, and repeats bit for bit.
+# On Hopper a third kernel serves what lies between the short and the long: up to 256 keys, with head dimensions from 17
+# to 64. Each head of queries has its own keys then, half of the multiprocessors or more have a head, and nobody asks
+# for the logsumexp's gradient. For each number of :math:`dQ` the kernel with one walk moves 14 bytes with up to 128
+# keys: a float32 zero, what is added to it, what is read to be narrowed, and 2 bytes at last. (With up to 256 keys it
+# adds twice.) One number of each of the eight matrices that have to be moved, :math:`Q`, :math:`K`, :math:`V`,
+# :math:`O`, :math:`dO` and three gradients, is 16 bytes. For a long sequence the sums are little beside its products,
+# of which a short one has few. Here a program owns all keys of a head again, so that :math:`dQ` is complete when the
+# program has passed them, leaves in 16 bits, and repeats bit for bit.
 #
 # - Two consumers own 64 keys each. :math:`dQ` needs :math:`dS` of all keys, so each of them leaves its part in shared
 #   memory, waits for the other, and computes half of the columns.
 # - :math:`\delta` is computed on the way: :math:`O` comes with :math:`Q` and :math:`dO`, and no other kernel has to
 #   read it.
-# - A program serves one head after another. While the consumers are at one, the producer copies the keys and values of
-#   the next.
+# - A program serves one head after another. While the consumers are at one, the producer copies the keys and values
+#   that come next: those of the next head or, with more than 128 keys, the other half of this one's.
 # - More than 128 keys take two rounds past the same queries. What the first round has of :math:`dQ` waits in shared
 #   memory, in float32, and the second starts from it. For 256 queries that is 64 KiB, and the end of the room.
 #
@@ -1759,12 +1765,12 @@ report_short_bwd
 #
 # Backward, the kernel that walks nowhere runs at :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 16` and
 # :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 32` cuDNN's rate with 16 and 32 positions, and at
-# :measured:`attention-bwd-short-fp16: triton_gallery / limit at 16` of the limit with 16, where the tile is full. From
-# 49 on it is the kernel with all keys of a head: :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 49`
-# with 49, :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 77` with 77,
+# :measured:`attention-bwd-short-fp16: triton_gallery / limit at 16` of the limit with 16. (The tile is full in both
+# cases.) From 49 on it is the kernel with all keys of a head: :measured:`attention-bwd-short-fp16: triton_gallery /
+# cuDNN at 49` with 49, :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 77` with 77,
 # :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 128` with 128, :measured:`attention-bwd-short-fp16:
 # triton_gallery / cuDNN at 197` with 197 and :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 256` with
-# 256. It is nearest to the limit where both tiles of a pair are full and one round suffices, with 128 positions:
+# 256. It is nearest to the limit where both consumers have 64 keys and one round suffices, with 128 positions:
 # :measured:`attention-bwd-short-fp16: triton_gallery / limit at 128`.
 
 # %%
@@ -1826,8 +1832,9 @@ print(report_short_bwd.summary())
 # The sentences below are about an H200. Some of it can be said beforehand. Without a mask, the arithmetic is the same
 # for each pair of query and key, so the curve should be nearly flat. What bends it at the left is the fixed cost of a
 # tile of queries, its loads at the start and its division and store at the end, which a short walk along the keys pays
-# for more often. At 16384 positions our curves without a mask are some per cent below their best, and so are cuDNN's of
-# the forward pass; why, we have not measured.
+# for more often. At 16384 positions all curves without a mask are below their best, ours and cuDNN's. Ours of the
+# forward pass with head dimension 128 is the furthest: :measured:`attention-fwd-d128-fp16: triton_gallery at 16384`
+# after :measured:`attention-fwd-d128-fp16: triton_gallery at 4096`; why, we have not measured.
 #
 # Under a causal mask half of each tile on the diagonal counts in our figures. The backward pass computes these tiles in
 # full. With :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count, a
@@ -1839,20 +1846,19 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions: {surplus:5.1%} more than is credited, forward {surplus / 2:5.1%}")
 
 # %%
-# So every causal curve begins low. At 16384 positions nothing of the difference is left. It has even turned: with head
-# dimension 128 the backward pass reaches :measured:`attention-bwd-d128-causal-fp16: triton_gallery at 16384` with a
-# mask and :measured:`attention-bwd-d128-fp16: triton_gallery at 16384` without, the forward pass
-# :measured:`attention-fwd-d128-causal-fp16: triton_gallery at 16384` and :measured:`attention-fwd-d128-fp16:
-# triton_gallery at 16384`, and with 64 the backward pass :measured:`attention-bwd-d64-causal-fp16: triton_gallery at
-# 16384` and :measured:`attention-bwd-d64-fp16: triton_gallery at 16384`; why, we have not measured. Our rate over
-# cuDNN's is
+# So every causal curve begins low. At 16384 positions nothing of the difference is left. It has even turned, in all
+# four pairs of curves: with head dimension 128 the backward pass reaches :measured:`attention-bwd-d128-causal-fp16:
+# triton_gallery at 16384` with a mask and :measured:`attention-bwd-d128-fp16: triton_gallery at 16384` without, the
+# forward pass :measured:`attention-fwd-d128-causal-fp16: triton_gallery at 16384` and
+# :measured:`attention-fwd-d128-fp16: triton_gallery at 16384`, and with 64 the backward pass
+# :measured:`attention-bwd-d64-causal-fp16: triton_gallery at 16384` and :measured:`attention-bwd-d64-fp16:
+# triton_gallery at 16384`, the forward pass :measured:`attention-fwd-d64-causal-fp16: triton_gallery at 16384` and
+# :measured:`attention-fwd-d64-fp16: triton_gallery at 16384`; why, we have not measured. Our rate over cuDNN's is
 #
 # - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 #   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
-#   the schedule of long and short tiles pays (the sweep of head dimensions measures the latter once more, and says
-#   :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`, as cuDNN reaches
-#   :measured:`attention-fwd-head-dims-fp16: cuDNN at 128` there and
-#   :measured:`attention-fwd-d128-causal-fp16: cuDNN at 4096` here; why, we have not looked into)
+#   the schedule of long and short tiles pays (the sweep of head dimensions measures the latter once more:
+#   :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`)
 # - forward, the lowest of each sweep: with head dimension 64 :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN
 #   at worst` without a mask and :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with one;
 #   with 128 :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` without and
@@ -1913,9 +1919,9 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at worst` to
 # :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at best`.
 #
-# Below some hundred positions, or under a causal mask some two hundred, cutting does not pay, but for wide rows. Then,
-# and where queries are few, `_attention_fwd_kernel` and its companions cut what they have loaded, in small tiles, again
-# for each tile.
+# Below about a hundred positions, or under a causal mask about two hundred, cutting does not pay; for wide rows the
+# bound is lower. There, and where queries are few, `_attention_fwd_kernel` and its companions cut what they have
+# loaded, in small tiles, again for each tile.
 #
 # In 16 bits the limit is a hard one: a matrix product has no exponentials to wait for. Head dimension 64 has twice as
 # many of them for the same operations, which should keep its curves further from the limit. The backward pass has five
@@ -1930,8 +1936,11 @@ for report in (
     report_head_dims_bwd,
     report_latent,
     report_latent_bwd,
+    report_grouped,
+    report_grouped_bwd,
     report_deterministic,
     report_window,
+    report_window_bwd,
     report_fp32,
     report_fp32_bwd,
     report_fp32_head_dims,

@@ -167,7 +167,8 @@ def _summary(gpu: str, pages: dict[str | None, dict]) -> list[str]:
         rows.append((_page_title(docname), "", "", "", ""))
         for name, one in of_page.items():
             title = f":ref:`{one.record['title']} <{label(gpu, name)}>`"
-            ratios = (NOT_YET if one.outdated else "", "", "")
+            # In the one column with room for these words.
+            title, ratios = f"{title}: {NOT_YET}" if one.outdated else title, ("", "", "")
             # What a page or a chapter compares with one another are no peers.
             has_peers = len(one.providers) > 1 and "-ladder-" not in name and not is_study(name)
             if has_peers and not one.outdated:

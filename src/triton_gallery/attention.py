@@ -1391,19 +1391,20 @@ def attention(
         with a float32 copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied
         on Hopper, and so may the output and the gradients be.
 
-        On Hopper, float32 has a kernel of its own, but for short sequences and few queries. Other 16-bit inputs take
+        On Hopper, float32 has a kernel of its own, but for short sequences and few queries. Inputs of 16 bits take
         kernels of their own there, if the mask leaves each query a key, and so does their backward pass where the
         larger head_dim is more than 16, but for short sequences. (Their forward keeps a table for each shape, of 4
-        bytes for every 64 queries of a head or more.) With rows of up to 128 numbers it keeps the gradient of q in
-        float32 and adds it up in no fixed order, but for short sequences.
+        bytes for every 64 queries of a head or more.) With rows of up to 128 numbers the backward keeps the
+        gradient of q in float32 and adds it up in no fixed order, but for short sequences.
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 
         Short sequences in 16 bits have a backward pass of one kernel, without memory beside the gradients: up to 64
         queries and keys with a larger head_dim of up to 128, or 128 of them with one of up to 32, unless many heads of
-        q share one of k and sequences are few. On Hopper it also serves up to 256 of them with head_dims up to 64, and
-        more queries of up to 128 keys, if no heads share keys, they are at least half as many as there are
-        multiprocessors, and lse has no gradient.
+        q share one of k and sequences are few. On Hopper so have up to 256 of them with head_dims up to 64, the larger
+        over 16, if the mask leaves each query a key, no heads share keys, heads are at least half as many as there are
+        multiprocessors, and lse has no gradient; and so have more queries of up to 128 keys, if besides the heads fill
+        the multiprocessors about evenly.
 
         A query whose scores are all -inf gets 0, like one that may see no key. Two defects are known, both of extreme
         numbers: on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get
