@@ -121,6 +121,8 @@ COUNT = "must be a finite number that is not negative"
         (benchmark.gbps, -1, (1.0, 1.0, 1.0), f"gbps: n_bytes {COUNT}, got -1"),
         (benchmark.gbps, math.inf, (1.0, 1.0, 1.0), f"gbps: n_bytes {COUNT}, got inf"),
         (benchmark.tflops, "a", (1.0, 1.0, 1.0), f"tflops: flops {COUNT}, got 'a'"),
+        (benchmark.tflops, 10**400, (1.0, 1.0, 1.0), f"tflops: flops {COUNT}, got 1000"),
+        (benchmark.gbps, 1e9, (1.0, 1.0, 10**400), f"gbps: {TIMES}, got (1.0, 1.0, 1000"),
     ],
 )
 def test_gbps_and_tflops_refuse(rate, count, times, message):
@@ -179,6 +181,8 @@ def test_a_copy_of_as_many_bytes_stands_beside_the_peers_and_is_none(fake_gpu):
     assert report.providers == ["triton_gallery", "torch", _report.COPY]
     assert report.series(_report.COPY) == {256: 4000.0, 1024: 4000.0}
     assert report.series("peers") == report.series("torch") == {256: 1024.0, 1024: 4096.0}
+    with pytest.raises(ValueError, match=r"softmax-fp16: series must be one of triton_gallery, .*, got ''"):
+        report.quote("triton_gallery", "", "256")
     assert (
         report.quote("triton_gallery", _report.COPY, "256")
         == report.quote("triton_gallery", _report.COPY, 256)
@@ -599,6 +603,12 @@ def test_validate_refuses_a_missing_key(key, how):
         {"rows": [{"x": [1], "provider": "triton_gallery", "median": 2.0, "p20": 1.0, "p80": 4.0}]},
         {"rows": [{"x": 1, "provider": 3, "median": 2.0, "p20": 1.0, "p80": 4.0}]},
         {"rows": [{"x": 1, "provider": "triton_gallery", "median": "fast", "p20": 1.0, "p80": 4.0}]},
+        {"rows": [{"x": float("nan"), "provider": "triton_gallery", "median": 2.0, "p20": 1.0, "p80": 4.0}]},
+        {"rows": [{"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": True, "p80": 4.0}]},
+        {"rows": [{"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": 1.0, "p80": 10**400}]},
+        {"left_out": 5},
+        {"limit": 0},
+        {"limit": {"name": "copy", "value": True}},
         {"limit": 3},
         {"limit": {"name": "copy", "value": "fast"}},
         {"text": "0" * 16},
@@ -852,6 +862,7 @@ def test_roofline_of_a_live_report_has_the_limits_of_this_run(fake_gpu):
     [
         ({}, {}, "points must have a positive intensity and rate"),
         ({"a": (1.0, 0.0)}, {}, "points must have a positive intensity and rate"),
+        ({"a": (1.0, 10**400)}, {}, "points must have a positive intensity and rate"),
         ({"a": (math.nan, 1.0)}, {}, "points must have a positive intensity and rate, got {'a': (nan, 1.0)}"),
         ({"a": 1.0}, {}, "points must have a positive intensity and rate, got {'a': 1.0}"),
         ({"a": (1.0, 1.0)}, {"peak": ["copy"]}, "peak must be one of matmul-fp16, matmul-bf16, matmul-fp8, got ["),

@@ -9,12 +9,14 @@ import json
 import math
 import re
 import statistics
+import sys
 import textwrap
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
+LARGEST = sys.float_info.max  # an int may be larger
 OURS = "triton_gallery"
 COPY = "copy of as many bytes"
 # What a series may be named beside the providers, whose names these cannot be.
@@ -81,8 +83,10 @@ def validate(record: dict, file: str | None = None) -> None:
         raise ValueError(f"record {file}: text must hold digests of {', '.join(TEXT)}, got {record['text']}")
     if "limit" not in record:
         raise ValueError(f"record {file}: limit is missing; null says that there is none")
-    if record["limit"] and not _is_limit(record["limit"]):
+    if record["limit"] is not None and not _is_limit(record["limit"]):
         raise ValueError(f"record {file}: limit must have a name and a positive value, got {record['limit']}")
+    if not isinstance(record.get("left_out", []), list):
+        raise ValueError(f"record {file}: left_out must be a list, got {record['left_out']!r}")
     for row in record["rows"]:
         if not _is_row(row):
             raise ValueError(f"record {file}: rows must have x, provider and 0 < p20 <= median <= p80, got {row}")
@@ -94,16 +98,25 @@ def validate(record: dict, file: str | None = None) -> None:
 
 def _is_limit(limit: object) -> bool:
     try:
-        return bool(limit["name"]) and 0 < limit["value"] < math.inf
+        return isinstance(limit["name"], str) and limit["name"] != "" and _is_positive(limit["value"])
     except (KeyError, TypeError):
         return False
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
+
+
+def _is_positive(x: object) -> bool:
+    return _is_number(x) and x > 0
 
 
 def _is_row(row: object) -> bool:
     try:
         median, p20, p80 = (row[key] for key in FIGURES)
-        named = isinstance(row["x"], int | float | str) and isinstance(row["provider"], str)
-        return named and 0 < p20 <= median <= p80 < math.inf
+        named = isinstance(row["x"], str) or _is_number(row["x"])
+        figures = all(map(_is_positive, (median, p20, p80))) and p20 <= median <= p80
+        return named and isinstance(row["provider"], str) and figures
     except (KeyError, TypeError):
         return False
 
@@ -170,7 +183,7 @@ class Report:
         """The number that `triton_gallery.benchmark.quote` describes, or "not yet measured"."""
         at = str(at)
         values = {str(x): value for x, value in self.series(series).items()}
-        if base:
+        if base is not None:
             below = {str(x): value for x, value in self.series(base).items()}
             values = {x: value / below[x] for x, value in values.items() if x in below}
         over = {"worst": min, "best": max, "median": statistics.median}

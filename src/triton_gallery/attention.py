@@ -1352,7 +1352,8 @@ def attention(
             Of a padded batch, call the function for each sequence: on ``k[i, :, :n]`` and ``v[i, :, :n]`` of n keys.
         dropout_p: 0 alone, likewise.
         is_causal: whether a query is kept from the keys after its position.
-        scale: factor of the scores; 1 / sqrt(head_dim) when None.
+        scale: factor of the scores; 1 / sqrt(head_dim) when None. One below 1.2e-38 in magnitude counts as 0, but for
+            float64.
         enable_gqa: allow k and v, equally many, fewer heads than q, whose number must be a multiple: each serves a
             group of neighbouring query heads. Without it, the heads broadcast as the other leading dimensions do.
         window: how many keys before and after its position a query sees besides the one at it: (left, right), or one

@@ -34,7 +34,20 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from ._report import COPY, FIGURES, OURS, PROVENANCE, RESERVED, Report, is_ours, is_study, plot_roofline, slug, validate
+from ._report import (
+    COPY,
+    FIGURES,
+    LARGEST,
+    OURS,
+    PROVENANCE,
+    RESERVED,
+    Report,
+    is_ours,
+    is_study,
+    plot_roofline,
+    slug,
+    validate,
+)
 from ._source import function_digest, kernel_digests
 
 _COPY_LIMIT = "copy by torch"
@@ -176,10 +189,10 @@ def gbps(n_bytes: float, times: tuple[float, float, float]) -> tuple[float, floa
 
 
 def _rates(name: str, what: str, count: float, times: tuple[float, float, float], unit: float) -> tuple:
-    if not _is_number(count) or not 0 <= count < math.inf:
+    if not _is_number(count) or not 0 <= count <= LARGEST:
         raise ValueError(f"{name}: {what} must be a finite number that is not negative, got {count!r}")
     is_three = isinstance(times, tuple | list) and len(times) == 3 and all(map(_is_number, times))
-    if not is_three or not 0 < times[1] <= times[0] <= times[2] < math.inf:
+    if not is_three or not 0 < times[1] <= times[0] <= times[2] <= LARGEST:
         rule = "a median, a 20 % and an 80 % quantile above 0, as measure returns them"
         raise ValueError(f"{name}: times must be {rule}, got {times!r}")
     median, fast, slow = times
@@ -447,7 +460,7 @@ def roofline(
 def _is_point(point) -> bool:
     try:
         intensity, rate = point
-        return 0 < intensity < math.inf and (0 < rate < math.inf or math.isnan(rate))
+        return 0 < intensity <= LARGEST and (0 < rate <= LARGEST or rate != rate)  # NaN says not yet measured
     except (TypeError, ValueError):
         return False
 
