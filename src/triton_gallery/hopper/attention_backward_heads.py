@@ -84,6 +84,8 @@ def _heads_producer(
             kv_step += 1
 
 
+# Not by TMA, whose copies of such rows have to begin at multiples of 16 bytes: elsewhere, an H200 reported an illegal
+# instruction.
 @gluon.jit
 def _load_lse(lse_ptr, head, q_tile, n_all_heads, seq_q):
     rows = q_tile * _SIDE + gl.arange(0, _SIDE, gl.BlockedLayout([1], [32], [4], [0]))
