@@ -1395,8 +1395,8 @@ def attention(
         On Hopper, float32 has a kernel of its own, but for short sequences and few queries. Inputs of 16 bits take
         kernels of their own there, if the mask leaves each query a key, and so does their backward pass where the
         larger head_dim is more than 16, but for short sequences. (Their forward keeps a table for each shape, of 4
-        bytes for every 64 queries of a head or more.) With rows of up to 128 numbers the backward keeps the
-        gradient of q in float32 and adds it up in no fixed order, but for short sequences.
+        bytes for every 64 queries of a head or more.) With rows of up to 128 numbers the backward keeps the gradient of
+        q in float32 and adds it up in no fixed order, but for short sequences.
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 

@@ -239,9 +239,9 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         every program: choose small tensors. A lane outside its tensor loads `other` or 0, and stores nothing. The gaps
         of a view are outside of it. Tensors on a GPU are copied to the CPU and back. An error inside the kernel arrives
         as Triton's `InterpreterError`. It is one to load or store through a pointer that was cast to elements of
-        another size; those of bfloat16 and float8 are float32 here. Where a kernel makes a number of a pointer, that is
-        not the address. Other threads may call this package meanwhile; what
-        has to be compiled for them waits. A kernel from elsewhere must not be compiled in them.
+        another size; those of bfloat16 and float8 are float32 here. Where a kernel makes a number of a pointer, it is
+        not the address. Other threads may call this package meanwhile; what has to be compiled for them waits. A kernel
+        from elsewhere must not be compiled in them.
 
     Example:
         >>> import torch, triton_gallery
