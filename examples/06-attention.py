@@ -1651,10 +1651,10 @@ prompt_report
 #
 # On Hopper the forward pass of few queries is the kernel with one consumer from above: no row of a second one is empty,
 # and of the two or three programs in a multiprocessor one copies while the others compute. Its steps have 64 keys, or
-# 32 where there are no more or where rows have more than 128 numbers. With head dimension 64 and no mask it has all
-# sequences that are shorter than 128, and it has longer ones if half of their last tile of 128 rows or more would be
-# empty, up to 704 positions with head dimension 64 and 320 with others. `_suits_one_consumer` has the rule, from
-# measurements.
+# 32 where there are no more or where rows have more than 128 numbers. With head dimension 64 it has all sequences that
+# are shorter than 128 without a mask, and with a causal one those of up to 448 (but not from 97 to 128, where one tile
+# of 128 is quicker). It also has those if half of their last tile of 128 rows or more would be empty, up to 704
+# positions with head dimension 64 and 320 with others. `_suits_one_consumer` has the rule, from measurements.
 #
 # A short head is soon done, and what comes next should be there by then. Keys and values of the next head come early
 # anyway, since their tiles have two places in shared memory each. With one place for queries, the copy of the next ones
