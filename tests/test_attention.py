@@ -304,6 +304,36 @@ def test_equal_tiles_are_taken_in_turn():
         assert torch.equal(in_turn, forward._longest_first([8] * n_tiles, n_heads, 4, n_programs))
 
 
+@pytest.mark.parametrize("n_parts", [1, 3])
+@pytest.mark.parametrize(("lower", "upper"), [(None, 0), (-300, None), (-500, 70)], ids=str)
+def test_each_part_of_a_key_tile_is_an_item_of_one_program(lower, upper, n_parts):
+    backward = importlib.import_module("triton_gallery.hopper.attention_backward")
+    n_heads, n_kv_tiles, n_q_tiles, n_programs = 7, 9, 18, 13
+    rest = (n_parts, lower, upper, 2, n_programs, torch.device("cpu"))
+    schedule = backward._schedule_for(n_heads, n_kv_tiles, n_q_tiles, *rest)
+    assert schedule.shape[0] == n_programs and bool((schedule[:, -1] < 0).all())
+    heads, items = (numbers.tolist() for numbers in (schedule // 4096, schedule % 4096))
+    found = [(h, i) for hs, js in zip(heads, items, strict=True) for h, i in zip(hs, js, strict=True) if h >= 0]
+    assert sorted(found) == [(h, i) for h in range(n_heads) for i in range(n_kv_tiles * n_parts)]
+
+    def n_pairs(item):
+        """How many pairs of a query tile and this key tile have one that is allowed; a part has its share of them."""
+        key = item // n_parts * 128
+        distances = [(key - 64 * tile - 63, key + 127 - 64 * tile) for tile in range(n_q_tiles)]
+        n = sum((lower is None or b >= lower) and (upper is None or a <= upper) for a, b in distances)
+        return (item % n_parts + 1) * n // n_parts - item % n_parts * n // n_parts
+
+    loads = [sum(n_pairs(i) for h, i in zip(hs, js, strict=True) if h >= 0) for hs, js in zip(heads, items, strict=True)]
+    assert max(loads) - min(loads) <= max(map(n_pairs, range(n_kv_tiles * n_parts)))
+
+
+def test_key_tiles_without_limits_or_beyond_the_schedules_numbers_are_taken_in_turn():
+    backward = importlib.import_module("triton_gallery.hopper.attention_backward")
+    rest = (2, 132, torch.device("cpu"))
+    assert backward._schedule_for(7, 9, 18, 1, None, None, *rest) is None
+    assert backward._schedule_for(7, 4097, 18, 1, None, 0, *rest) is None
+
+
 @pytest.mark.parametrize("n_kv_tiles", [(8, 8), (2, 1)], ids=["equal", "unequal"])
 def test_a_schedule_is_made_on_the_host(n_kv_tiles):
     forward = importlib.import_module("triton_gallery.hopper.attention_forward")

@@ -5,6 +5,7 @@ then `triton_gallery.hopper.load` returns None and the ``tl`` kernels do the wor
 """
 
 import functools
+import math
 
 import torch
 from triton._C.libtriton import ir
@@ -27,6 +28,7 @@ __all__ = [
     "TensorDescriptor",
     "as_matrices",
     "as_row",
+    "as_tiles",
     "async_copy",
     "async_copy_to_shared",
     "async_load",
@@ -37,6 +39,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "meet",
     "named_barrier",
     "opaque",
     "phase",
@@ -100,6 +103,14 @@ def as_row(smem, layout, _semantic=None):
 
 
 @builtin
+def as_tiles(smem, desc, _semantic=None):
+    """Shared memory seen as so many tiles of what desc copies as it has room for."""
+    tile = desc.block_type
+    count = math.prod(smem.type.shape) * smem.dtype.primitive_bitwidth // (8 * tile.nbytes)
+    return _semantic.memdesc_reinterpret(smem, desc.dtype, [count, *tile.shape], desc.layout)
+
+
+@builtin
 def as_matrices(smem, count, rows, columns, layout, _semantic=None):
     """Shared memory seen as so many matrices of rows x columns; it has as many bytes."""
     shape = [getattr(n, "value", n) for n in (count, rows, columns)]
@@ -117,6 +128,12 @@ def named_barrier(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr):
     gl.inline_asm_elementwise(
         INSTRUCTION + " " + BARRIER + ", 256; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def meet():
+    """Two consumers, of one warp group each, wait for each other."""
+    named_barrier("barrier.sync", "9")
 
 
 @gluon.jit

@@ -1,9 +1,10 @@
 """Flash attention backward for Hopper, in Gluon: dQ, dK and dV in one pass over the tiles.
 
-A program owns 128 keys, keeps their dK and dV in registers and walks the queries, or shares them with other programs
-that walk other queries; one warp group starts TMA copies, two do the arithmetic. dQ is summed in float32 memory by TMA
-reductions, whose order is not fixed, so dQ may differ in its last bits between runs (dK and dV do not). Where that
-matters, this kernel leaves dQ to `attention_gradients`, which also has the three gradients of rows past 128 numbers.
+A program has one tile of 128 keys after another, keeps their dK and dV in registers and walks the queries, or shares
+them with other programs that walk other queries; one warp group starts TMA copies, two do the arithmetic. dQ is summed
+in float32 memory by TMA reductions, whose order is not fixed, so dQ may differ in its last bits between runs (dK and dV
+do not). Where that matters, this kernel leaves dQ to `attention_gradients`, which also has the three gradients of rows
+past 128 numbers.
 
 Source: Shah et al., FlashAttention-3 (2024), for the order of the products.
 """
@@ -16,12 +17,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, padded, scratch
+from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, padded, scratch, table
 from .._launch import descriptor as launch_descriptor
 from ..attention import _row_statistics
 from ._gluon import (
     TensorDescriptor,
     as_row,
+    as_tiles,
     async_load,
     async_store,
     descriptor,
@@ -29,7 +31,8 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
-    named_barrier,
+    meet,
+    opaque,
     phase,
     reduce_add,
     store_wait,
@@ -37,8 +40,8 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .attention_forward import LOG2_E
-from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_dkdv, fill_dq, heads_of_section, own_tile
+from .attention_forward import LOG2_E, MAX_TILES, _schedule
+from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_dkdv, fill_dq, heads_of_section
 from .attention_rows import (
     allocate,
     columns,
@@ -54,12 +57,6 @@ from .attention_rows import (
 )
 
 KEYS_PER_PROGRAM = 128
-
-
-@gluon.jit
-def _meet():
-    """Both consumers wait for each other."""
-    named_barrier("barrier.sync", "9")
 
 
 @gluon.jit
@@ -81,21 +78,34 @@ def _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER: gl.constexpr, HAS_
 
 
 @gluon.jit
-def _own_work(
-    n_kv_tiles, n_q_tiles, heads_per_section, n_whole, n_parts, lower, upper,
+def _item(n_done, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE: gl.constexpr):
+    """The number of the item that this program does after n_done others; negative after its last.
+
+    An item is a key tile, or a part of one. Where all take the same time, programs take them in turn.
+    """
+    if HAS_SCHEDULE:
+        entry = gl.load(schedule_ptr + gl.program_id(0) * schedule_width + n_done)
+        item = gl.where(entry < 0, -1, entry // MAX_TILES * items_per_head + entry % MAX_TILES)
+    else:
+        item = gl.program_id(0) + n_done * gl.num_programs(0)
+        item = gl.where(item < n_items, item, -1)
+    return item
+
+
+@gluon.jit
+def _work(
+    item, n_kv_tiles, n_q_tiles, n_whole, n_parts, lower, upper,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """This program's key tile and head, the first query tile that meets it, how many do, and its share of those.
+    """The key tile and head of an item, the first query tile that meets it, how many do, and which of them are its own.
 
-    With HAS_PARTS, n_parts programs share each key tile from the n_whole-th on.
+    With HAS_PARTS, n_parts items share each key tile from the n_whole-th on.
     """
-    program = gl.program_id(0)
-    n_programs = gl.num_programs(0)
+    tile = item
     if HAS_PARTS:
-        part = program - n_whole  # of all parts; negative where the program has a tile of its own
-        program = gl.where(part < 0, program, n_whole + part // n_parts)
-        n_programs = n_whole + (n_programs - n_whole) // n_parts
-    kv_tile, kv_head = own_tile(program, n_programs, n_kv_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
+        part = item - n_whole  # of all parts; negative where the item is a whole tile
+        tile = gl.where(part < 0, item, n_whole + part // n_parts)
+    kv_tile = tile % n_kv_tiles
     first, n = _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER, HAS_UPPER)
     begin = 0
     end = n
@@ -103,7 +113,7 @@ def _own_work(
         if part >= 0:
             begin = part % n_parts * n // n_parts
             end = (part % n_parts + 1) * n // n_parts
-    return kv_tile, kv_head, first, n, begin, end
+    return kv_tile, tile // n_kv_tiles, first, n, begin, end
 
 
 @gluon.jit
@@ -116,70 +126,142 @@ def _wrapped(q_tile, n_q_tiles, HAS_LIMIT: gl.constexpr):
 @gluon.jit
 def _bwd_producer(
     q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
-    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section,
-    n_whole, n_parts, lower, upper,
-    STAGES: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr,
+    kv_full, kv_empty, q_full, dout_full, q_empty, schedule_ptr, schedule_width, n_items, n_kv_tiles, n_q_tiles,
+    n_heads, group_size, n_whole, n_parts, lower, upper,
+    HAS_SCHEDULE: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Copies the program's K and V once, then Q, dO and the row statistics of one query tile after another."""
-    kv_tile, kv_head, first, _, begin, end = _own_work(
-        n_kv_tiles, n_q_tiles, heads_per_section, n_whole, n_parts, lower, upper, HAS_LOWER, HAS_UPPER, HAS_PARTS
-    )
+    """Copies K and V of one item after another, and for each Q, dO and the row statistics of its query tiles."""
+    STAGES: gl.constexpr = q_full.shape[0]
+    KV_STAGES: gl.constexpr = kv_full.shape[0]
+    HAS_LIMIT: gl.constexpr = HAS_LOWER or HAS_UPPER
     n_kv_heads = n_heads // group_size
-    mbarrier.expect(k_full, k_desc.block_type.nbytes)
-    async_load(k_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], k_full, k_smem.index(0))
-    mbarrier.expect(v_full, v_desc.block_type.nbytes)
-    async_load(v_desc, [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0], v_full, v_smem.index(0))
-    # The row statistics, and the zeros to which dQ is added, are written by the kernel before this one.
-    gdc_wait()
-    gdc_launch_dependents()
+    items_per_head = n_kv_tiles * n_parts
     step = 0
-    for head in range(kv_head * group_size, (kv_head + 1) * group_size):
-        b = head // n_heads
-        h = head % n_heads
-        for i in range(begin, end):
-            stage = step % STAGES
-            q_tile = _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER)
-            mbarrier.wait(q_empty.index(stage), phase(step, STAGES) ^ 1)
-            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
-            async_load(q_desc, [b, h, q_tile * 64, 0], q_full.index(stage), q_smem.index(stage))
-            for c in gl.static_range(2):
-                row = as_row(stats_smem.index(2 * stage + c), stats_desc.layout)
-                async_load(stats_desc, [(head * n_q_tiles + q_tile) * 2 + c, 0], q_full.index(stage), row)
-            mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
-            async_load(dout_desc, [b, h, q_tile * 64, 0], dout_full.index(stage), dout_smem.index(stage))
-            step += 1
+    n_done = 0
+    item = _item(0, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE)
+    while item >= 0:
+        next_item = _item(n_done + 1, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE)
+        kv_tile, kv_head, first, _, begin, end = _work(
+            item, n_kv_tiles, n_q_tiles, n_whole, n_parts, lower, upper, HAS_LOWER, HAS_UPPER, HAS_PARTS
+        )
+        kv_stage = n_done % KV_STAGES
+        mbarrier.wait(kv_empty.index(kv_stage), phase(n_done, KV_STAGES) ^ 1)
+        mbarrier.expect(kv_full.index(kv_stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        place = [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0]
+        async_load(k_desc, place, kv_full.index(kv_stage), k_smem.index(kv_stage))
+        async_load(v_desc, place, kv_full.index(kv_stage), v_smem.index(kv_stage))
+        if n_done == 0:
+            # The row statistics, and the zeros to which dQ is added, are written by the kernel before this one.
+            gdc_wait()
+            gdc_launch_dependents()
+        for head in range(kv_head * group_size, (kv_head + 1) * group_size):
+            b = head // n_heads
+            h = head % n_heads
+            for i in range(begin, end):
+                stage = step % STAGES
+                q_tile = _wrapped(first + i, n_q_tiles, HAS_LIMIT)
+                mbarrier.wait(q_empty.index(stage), phase(step, STAGES) ^ 1)
+                mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
+                async_load(q_desc, [b, h, q_tile * 64, 0], q_full.index(stage), q_smem.index(stage))
+                for c in gl.static_range(2):
+                    row = as_row(stats_smem.index(2 * stage + c), stats_desc.layout)
+                    async_load(stats_desc, [(head * n_q_tiles + q_tile) * 2 + c, 0], q_full.index(stage), row)
+                mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
+                async_load(dout_desc, [b, h, q_tile * 64, 0], dout_full.index(stage), dout_smem.index(stage))
+                step += 1
+        n_done += 1
+        item = next_item
+
+
+@gluon.constexpr_function
+def _fits_registers(block_d, block_dv, has_dq):
+    """Whether K and V fit in registers as operands of S and dP: a quarter less traffic from shared memory.
+
+    Not without dQ: ptxas of Triton 3.6 was seen to put dS into K's registers then, and the next step's scores were
+    wrong.
+    """
+    return block_d == 64 and block_dv == 64 and has_dq
+
+
+@gluon.jit
+def _own_rows(smem, kv_stage, WIDTH: gl.constexpr, CONSUMER: gl.constexpr):
+    """This consumer's half of the keys or values."""
+    return some_rows(parts(smem, kv_stage, WIDTH, 1), CONSUMER * 64, 64)
+
+
+@gluon.jit
+def _start_dq(step, row, k_smem, ds_smem, ds_full, kv_stage, CONSUMER: gl.constexpr):
+    """Start this consumer's half of dQ, transposed, of the tile at `step`: 64 columns by 64 or 32 queries.
+
+    Before the first tile, where row < 0, it is of nothing in particular.
+    """
+    K_COLUMNS: gl.constexpr = k_smem.shape[4]
+    DQ_COLS: gl.constexpr = 64 if K_COLUMNS == 128 else 32
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
+    dq_zeros = gl.zeros([64, DQ_COLS], gl.float32, DQ_LAYOUT)
+    if k_smem.shape[0] > 1:
+        # Opaque, too: without it, dQ was wrong where a mask splits the loop over the queries.
+        kv_stage = opaque(kv_stage)
+    ds_both = ds_smem.index(step & 1)
+    if K_COLUMNS == 128:
+        k_half = columns(k_smem, kv_stage, CONSUMER * 64, 64, 1)
+        ds_half = ds_both
+    else:
+        k_half = columns(k_smem, kv_stage, 0, 64, 1)
+        ds_half = ds_both.slice(CONSUMER * 32, 32, dim=1)
+    mbarrier.wait(ds_full.index(step & 1), phase(step, 2), pred=row >= 0)
+    return warpgroup_mma(k_half.permute((1, 0)), ds_half, dq_zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_dq(dq, step, row, dq_smem, dq_desc, ds_empty, K_COLUMNS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Add it to the sums from `row` on, unless that is negative."""
+    store_wait(0)
+    dq_smem.permute((1, 0)).store(dq)
+    fence_async_shared()
+    if row >= 0:
+        if K_COLUMNS == 128:
+            reduce_add(dq_desc, [row, CONSUMER * 64], dq_smem)
+        else:
+            reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
+    mbarrier.arrive(ds_empty.index(step & 1), count=1, pred=row >= 0)
 
 
 @gluon.jit
 def _bwd_step(
-    step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
-    q_full, dout_full, q_empty, head, kv_tile, q_tile, n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
+    step, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
+    q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, head, kv_tile, q_tile, n_q_tiles, seq_kv, lower, upper,
+    scale, scale_log2,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr, DQ_FIRST: gl.constexpr,
     MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr, EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 queries against this consumer's 64 keys; S, P and dP stand transposed (keys x queries).
 
-    The order keeps the matrix unit busy: the softmax runs under dP, dS under dV, and dQ leaves under dK.
+    dQ needs the dS of both consumers. It is computed for the tile before this one, which begins at `row`, so that
+    neither waits for the other: while one multiplies, the other may take exponentials. The softmax runs under dP, dS
+    under dV, and dQ leaves under dK.
     """
     dtype: gl.constexpr = q_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    # dQ of a tile needs both consumers' dS; each computes half of its transpose: 64 columns of dQ by 64 or 32 queries.
-    K_COLUMNS: gl.constexpr = k_smem.shape[4]
-    DQ_COLS: gl.constexpr = 64 if K_COLUMNS == 128 else 32
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
+    N_DQ_FIRST: gl.constexpr = 1 if DQ_FIRST else 0
     stage = step % STAGES
     q = parts(q_smem, stage, BLOCK_D, 1)
     dout = parts(dout_smem, stage, BLOCK_DV, 1)
-    ds_both = ds_smem.index(step & 1)
 
     mbarrier.wait(q_full.index(stage), phase(step, STAGES))
     lse = stats_smem.index(2 * stage).load(COLS)
-    s_token = start_scores(k_operand, q)
+    if not _fits_registers(BLOCK_D, BLOCK_DV, HAS_DQ):
+        # Opaque, so that each step computes the addresses: kept in registers they would push other values out.
+        k_own = _own_rows(k_smem, opaque(kv_stage), BLOCK_D, CONSUMER)
+        v_own = _own_rows(v_smem, opaque(kv_stage), BLOCK_DV, CONSUMER)
+    s_token = start_scores(k_own, q)
     mbarrier.wait(dout_full.index(stage), phase(step, STAGES))
-    dp_token = start_scores(v_operand, dout)
-    s = warpgroup_mma_wait(len(dv), deps=(s_token,))  # dP has as many parts as dV
+    dp_token = start_scores(v_own, dout)
+    if DQ_FIRST:
+        dq_token = _start_dq(step - 1, row, k_smem, ds_smem, ds_full, kv_stage, CONSUMER)
+    s = warpgroup_mma_wait(len(dv) + N_DQ_FIRST, deps=(s_token,))  # dP has as many parts as dV
     keys = kv_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     queries = q_tile * 64 + gl.arange(0, 64, COLS)
     if MASK_UPPER:
@@ -195,44 +277,34 @@ def _bwd_step(
     p = gl.exp2(s * scale_log2 - lse[None, :])
     delta = stats_smem.index(2 * stage + 1).load(COLS)
     dv_tokens = start_sums(p.to(dtype), dout, dv)
-    dp = warpgroup_mma_wait(len(dv), deps=(dp_token,))
+    dp = warpgroup_mma_wait(len(dv) + N_DQ_FIRST, deps=(dp_token,))
     ds = (p * (dp - delta[None, :])).to(dtype)
     if HAS_DQ:
-        ds_both.slice(CONSUMER * 64, 64, dim=0).store(ds)
+        mbarrier.wait(ds_empty.index(step & 1), phase(step, 2) ^ 1)
+        ds_smem.index(step & 1).slice(CONSUMER * 64, 64, dim=0).store(ds)
         fence_async_shared()
-        _meet()
-        dq_zeros = gl.zeros([64, DQ_COLS], gl.float32, DQ_LAYOUT)
-        if K_COLUMNS == 128:
-            k_half = columns(k_smem, 0, CONSUMER * 64, 64, 1)
-            ds_half = ds_both
-        else:
-            k_half = columns(k_smem, 0, 0, 64, 1)
-            ds_half = ds_both.slice(CONSUMER * 32, 32, dim=1)
-        dq_token = warpgroup_mma(k_half.permute((1, 0)), ds_half, dq_zeros, use_acc=False, is_async=True)
+        mbarrier.arrive(ds_full.index(step & 1), count=1)
+        if not DQ_FIRST:
+            dq_token = _start_dq(step - 1, row, k_smem, ds_smem, ds_full, kv_stage, CONSUMER)
     dk_tokens = start_sums(ds, q, dk)
     if HAS_DQ:
-        dv = wait_sums(dv_tokens, 1 + len(dk))
-        dq = warpgroup_mma_wait(len(dk), deps=(dq_token,)) * scale
-        store_wait(0)
-        dq_smem.permute((1, 0)).store(dq)
-        fence_async_shared()
+        if not DQ_FIRST:
+            dv = wait_sums(dv_tokens, 1 + len(dk))
+        dq = warpgroup_mma_wait(len(dk) + (len(dv) if DQ_FIRST else 0), deps=(dq_token,)) * scale
+        _add_dq(dq, step - 1, row, dq_smem, dq_desc, ds_empty, k_smem.shape[4], CONSUMER)
         row = (head * n_q_tiles + q_tile) * 64
-        if K_COLUMNS == 128:
-            reduce_add(dq_desc, [row, CONSUMER * 64], dq_smem)
-        else:
-            reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
-    else:
+    if DQ_FIRST or not HAS_DQ:
         dv = wait_sums(dv_tokens, len(dk))
     dk = wait_sums(dk_tokens, 0)
     mbarrier.arrive(q_empty.index(stage), count=1)
-    return dk, dv
+    return row, dk, dv
 
 
 @gluon.jit
 def _bwd_head(
-    step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
-    q_full, dout_full, q_empty, head, kv_tile, first, n, begin, end, n_q_tiles, seq_kv, lower, upper, scale,
-    scale_log2,
+    step, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
+    q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, head, kv_tile, first, n, begin, end, n_q_tiles, seq_kv,
+    lower, upper, scale, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr, DIAGONAL_FIRST: gl.constexpr,
     EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
@@ -252,30 +324,37 @@ def _bwd_head(
         full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
         full_end = gl.minimum(gl.maximum(full_end, begin), end)
     bounds = (begin, full_begin, full_end, end)
+    HAS_LIMIT: gl.constexpr = HAS_LOWER or HAS_UPPER
+    # Measured: at head_dim 64 without masks, dQ is better under the softmax than under dK.
+    DQ_FIRST: gl.constexpr = _fits_registers(BLOCK_D, BLOCK_DV, HAS_DQ) and not HAS_LIMIT
     for part in gl.static_range(0 if HAS_UPPER else 1, 3 if HAS_LOWER else 2):
         for i in range(bounds[part], bounds[part + 1]):
-            dk, dv = _bwd_step(
-                step + i - begin, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem,
-                dq_desc, q_full, dout_full, q_empty, head, kv_tile,
-                _wrapped(first + i, n_q_tiles, HAS_LOWER or HAS_UPPER), n_q_tiles, seq_kv, lower, upper, scale,
-                scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
+            row, dk, dv = _bwd_step(
+                step + i - begin, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem,
+                dq_smem, dq_desc, q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, head, kv_tile,
+                _wrapped(first + i, n_q_tiles, HAS_LIMIT), n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
+                BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, DQ_FIRST, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
                 EVEN_Q, EVEN_KV, CONSUMER,
             )  # fmt: skip
-    return step + end - begin, dk, dv
+    return step + end - begin, row, dk, dv
 
 
 @gluon.jit
-def _store_gradients(dk_desc, dv_desc, place, k_own, v_own, k_smem, v_smem, dk, dv, CONSUMER: gl.constexpr):
-    """Store this consumer's rows over K and V; each consumer then copies one of both to memory."""
-    store_rows(k_own, dk)
-    store_rows(v_own, dv)
+def _store_gradients(
+    dk_desc, dv_desc, place, ds_smem, dq_smem, dk, dv, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Store this consumer's rows where dQ and dS were; each consumer then copies one of both to memory."""
+    dk_smem = as_tiles(dq_smem, dk_desc)
+    dv_smem = as_tiles(ds_smem, dv_desc)
+    store_rows(some_rows(parts(dk_smem, 0, BLOCK_D, 1), CONSUMER * 64, 64), dk)
+    store_rows(some_rows(parts(dv_smem, 0, BLOCK_DV, 1), CONSUMER * 64, 64), dv)
     fence_async_shared()
-    _meet()
+    meet()
     if CONSUMER == 0:
-        async_store(dk_desc, place, k_smem.index(0))
+        async_store(dk_desc, place, dk_smem.index(0))
     else:
-        async_store(dv_desc, place, v_smem.index(0))
-    store_wait(0)
+        async_store(dv_desc, place, dv_smem.index(0))
 
 
 @gluon.jit
@@ -291,71 +370,82 @@ def _store_part(ptr, sums, STRIDE: gl.constexpr):
 @gluon.jit
 def _bwd_consumer(
     dk_desc, dv_desc, dq_desc, part_ptr, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
-    k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size, heads_per_section,
-    n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
+    kv_full, kv_empty, q_full, dout_full, q_empty, ds_full, ds_empty, schedule_ptr, schedule_width, n_items,
+    n_kv_tiles, n_q_tiles, n_heads, group_size, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_SCHEDULE: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_DQ: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
     HAS_PARTS: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Owns 64 keys: keeps their dK and dV in registers while the query tiles of each head of the group pass by."""
+    """Owns 64 keys of each item: keeps their dK and dV in registers while the query tiles of each head pass by."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    kv_tile, kv_head, first, n, begin, end = _own_work(
-        n_kv_tiles, n_q_tiles, heads_per_section, n_whole, n_parts, lower, upper, HAS_LOWER, HAS_UPPER, HAS_PARTS
-    )
-    k_own = some_rows(parts(k_smem, 0, BLOCK_D, 1), CONSUMER * 64, 64)
-    v_own = some_rows(parts(v_smem, 0, BLOCK_DV, 1), CONSUMER * 64, 64)
-    dq_own = dq_smem.index(CONSUMER)
-    dk = zero_sums(64, BLOCK_D)
-    dv = zero_sums(64, BLOCK_DV)
-    mbarrier.wait(k_full, 0)
-    mbarrier.wait(v_full, 0)
-    if BLOCK_D == 64 and BLOCK_DV == 64 and HAS_DQ:
-        # K and V fit in registers as operands of S and dP: a quarter less traffic from shared memory. (Not without dQ:
-        # ptxas of Triton 3.6 was seen to put dS into K's registers then, and the next step's scores were wrong.)
-        k_operand = (k_own[0].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
-        v_operand = (v_own[0].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
-    else:
-        k_operand = k_own
-        v_operand = v_own
-    if IS_GROUPED:
-        step = 0
-        for head in range(kv_head * group_size, (kv_head + 1) * group_size):
-            step, dk, dv = _bwd_head(
-                step, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
-                q_full, dout_full, q_empty, head, kv_tile, first, n, begin, end, n_q_tiles, seq_kv, lower, upper, scale,
-                scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q,
-                EVEN_KV, CONSUMER,
-            )  # fmt: skip
-    else:
-        _, dk, dv = _bwd_head(
-            0, dk, dv, k_operand, v_operand, k_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own, dq_desc,
-            q_full, dout_full, q_empty, kv_head, kv_tile, first, n, begin, end, n_q_tiles, seq_kv, lower, upper, scale,
-            scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q,
-            EVEN_KV, CONSUMER,
-        )  # fmt: skip
-    store_wait(0)
-    _meet()  # both consumers are past their last read of K and V before either overwrites them
-    dk = scale_sums(dk, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
+    KV_STAGES: gl.constexpr = kv_full.shape[0]
+    K_COLUMNS: gl.constexpr = k_smem.shape[4]
+    items_per_head = n_kv_tiles * n_parts
     n_kv_heads = n_heads // group_size
-    place = [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0]
-    if HAS_PARTS:
-        part = gl.program_id(0) - n_whole
-        if part >= 0:
-            # In the order of heads and their tiles, which under a limit is not that of the programs.
-            part = (kv_head * n_kv_tiles + kv_tile - n_whole) * n_parts + part % n_parts
-            row_ptrs = part_ptr + (part.to(gl.int64) * 128 + CONSUMER * 64) * (BLOCK_D + BLOCK_DV)
-            _store_part(row_ptrs, dk, BLOCK_D + BLOCK_DV)
-            _store_part(row_ptrs + BLOCK_D, dv, BLOCK_D + BLOCK_DV)
+    dq_own = dq_smem.index(CONSUMER)
+    step = 0
+    n_done = 0
+    item = _item(0, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE)
+    while item >= 0:
+        kv_tile, kv_head, first, n, begin, end = _work(
+            item, n_kv_tiles, n_q_tiles, n_whole, n_parts, lower, upper, HAS_LOWER, HAS_UPPER, HAS_PARTS
+        )
+        kv_stage = n_done % KV_STAGES
+        dk = zero_sums(64, BLOCK_D)
+        dv = zero_sums(64, BLOCK_DV)
+        k_own = _own_rows(k_smem, kv_stage, BLOCK_D, CONSUMER)
+        v_own = _own_rows(v_smem, kv_stage, BLOCK_DV, CONSUMER)
+        mbarrier.wait(kv_full.index(kv_stage), phase(n_done, KV_STAGES))
+        if _fits_registers(BLOCK_D, BLOCK_DV, HAS_DQ):
+            k_own = (k_own[0].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
+            v_own = (v_own[0].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
+        # The gradients of the item before this one have left the place of dS and dQ, both of them.
+        store_wait(0)
+        meet()
+        row = -1
+        if IS_GROUPED:
+            for head in range(kv_head * group_size, (kv_head + 1) * group_size):
+                step, row, dk, dv = _bwd_head(
+                    step, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own,
+                    dq_desc, q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, head, kv_tile, first, n, begin,
+                    end, n_q_tiles, seq_kv, lower, upper, scale, scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ,
+                    HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
+                )  # fmt: skip
         else:
-            _store_gradients(dk_desc, dv_desc, place, k_own, v_own, k_smem, v_smem, dk, dv, CONSUMER)
-    else:
-        _store_gradients(dk_desc, dv_desc, place, k_own, v_own, k_smem, v_smem, dk, dv, CONSUMER)
+            step, row, dk, dv = _bwd_head(
+                step, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own,
+                dq_desc, q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, kv_head, kv_tile, first, n, begin,
+                end, n_q_tiles, seq_kv, lower, upper, scale, scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ,
+                HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
+            )  # fmt: skip
+        if HAS_DQ:
+            dq_token = _start_dq(step - 1, row, k_smem, ds_smem, ds_full, kv_stage, CONSUMER)
+            dq = warpgroup_mma_wait(0, deps=(dq_token,)) * scale
+            _add_dq(dq, step - 1, row, dq_own, dq_desc, ds_empty, K_COLUMNS, CONSUMER)
+        mbarrier.arrive(kv_empty.index(kv_stage), count=1)
+        store_wait(0)
+        meet()  # both consumers are past their last read of dS, and their last dQ has left
+        dk = scale_sums(dk, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
+        place = [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0]
+        if HAS_PARTS:
+            part = item - n_whole
+            if part >= 0:
+                row_ptrs = part_ptr + (part.to(gl.int64) * 128 + CONSUMER * 64) * (BLOCK_D + BLOCK_DV)
+                _store_part(row_ptrs, dk, BLOCK_D + BLOCK_DV)
+                _store_part(row_ptrs + BLOCK_D, dv, BLOCK_D + BLOCK_DV)
+            else:
+                _store_gradients(dk_desc, dv_desc, place, ds_smem, dq_smem, dk, dv, BLOCK_D, BLOCK_DV, CONSUMER)
+        else:
+            _store_gradients(dk_desc, dv_desc, place, ds_smem, dq_smem, dk, dv, BLOCK_D, BLOCK_DV, CONSUMER)
+        n_done += 1
+        item = _item(n_done, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE)
+    store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "n_kv_tiles", "n_q_tiles", "n_heads", "group_size", "heads_per_section", "n_whole", "n_parts", "seq_kv",
+        "schedule_width", "n_items", "n_kv_tiles", "n_q_tiles", "n_heads", "group_size", "n_whole", "n_parts", "seq_kv",
         "lower", "upper",
     ]
 )  # fmt: skip
@@ -368,12 +458,14 @@ def _attention_bwd_hopper_kernel(
     dk_desc,  # (batch, n_kv_heads, seq_kv, head_dim)
     dv_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
     dq_desc,  # (batch * n_heads * n_q_tiles * 64, 64 or 128), float32, zero at the start
-    part_ptr,  # (programs beyond n_whole, 128, BLOCK_D + BLOCK_DV), float32: dK and dV of their parts
+    part_ptr,  # (items beyond n_whole, 128, BLOCK_D + BLOCK_DV), float32: dK and dV of their parts
+    schedule_ptr,  # (programs, schedule_width), int32: the items of each as head * MAX_TILES + item, -1 after the last
+    schedule_width,
+    n_items,
     n_kv_tiles,
     n_q_tiles,
     n_heads,
     group_size,
-    heads_per_section,
     n_whole,
     n_parts,
     seq_kv,
@@ -383,56 +475,64 @@ def _attention_bwd_hopper_kernel(
     scale_log2,
     BLOCK_D: gl.constexpr,  # columns of q and k that are computed, and
     BLOCK_DV: gl.constexpr,  # of v and dO; each is one of WIDTHS up to 128
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr,  # of query tiles
+    KV_STAGES: gl.constexpr,  # of key tiles
+    HAS_SCHEDULE: gl.constexpr,  # otherwise programs take the items in turn
     IS_GROUPED: gl.constexpr,  # several query heads share a head of keys
     HAS_DQ: gl.constexpr,  # otherwise dq_desc is not used
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
-    HAS_PARTS: gl.constexpr,  # programs from n_whole on share key tiles, n_parts each; with limits n_whole is 0
+    HAS_PARTS: gl.constexpr,  # items from n_whole on share key tiles, n_parts each
     DIAGONAL_FIRST: gl.constexpr,  # exactly the first two query tiles of every key tile need the upper limit's mask
     EVEN_Q: gl.constexpr,  # no tile of queries passes their end
     EVEN_KV: gl.constexpr,
 ):
-    """A program owns a key tile (128 keys) of one head, or a part of one: its dK and dV, and its share of dQ."""
+    """An item is a key tile (128 keys) of one head, or a part of one: its dK and dV, and its share of dQ."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = allocate(STAGES, q_desc, 1)
     dout_smem = allocate(STAGES, dout_desc, 1)
-    k_smem = allocate(1, k_desc, 1)
-    v_smem = allocate(1, v_desc, 1)
+    k_smem = allocate(KV_STAGES, k_desc, 1)
+    v_smem = allocate(KV_STAGES, v_desc, 1)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], gl.float16)
     ds_smem = gl.allocate_shared_memory(dtype, [2, 128, 64], DS_LAYOUT)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)  # noqa: RUF005
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(KV_STAGES):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(ds_empty.index(i), count=2)
     # fmt: off
     gl.warp_specialize([
         (_bwd_producer, (
             q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
-            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
-            heads_per_section, n_whole, n_parts, lower, upper, STAGES, HAS_LOWER, HAS_UPPER, HAS_PARTS)),
+            kv_full, kv_empty, q_full, dout_full, q_empty, schedule_ptr, schedule_width, n_items, n_kv_tiles, n_q_tiles,
+            n_heads, group_size, n_whole, n_parts, lower, upper, HAS_SCHEDULE, HAS_LOWER, HAS_UPPER, HAS_PARTS)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, part_ptr, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
-            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
-            heads_per_section, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST,
-            EVEN_Q, EVEN_KV, 0)),
+            kv_full, kv_empty, q_full, dout_full, q_empty, ds_full, ds_empty, schedule_ptr, schedule_width, n_items,
+            n_kv_tiles, n_q_tiles, n_heads, group_size, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
+            BLOCK_D, BLOCK_DV, STAGES, HAS_SCHEDULE, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS,
+            DIAGONAL_FIRST, EVEN_Q, EVEN_KV, 0)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, part_ptr, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
-            k_full, v_full, q_full, dout_full, q_empty, n_kv_tiles, n_q_tiles, n_heads, group_size,
-            heads_per_section, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, STAGES, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST,
-            EVEN_Q, EVEN_KV, 1)),
+            kv_full, kv_empty, q_full, dout_full, q_empty, ds_full, ds_empty, schedule_ptr, schedule_width, n_items,
+            n_kv_tiles, n_q_tiles, n_heads, group_size, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
+            BLOCK_D, BLOCK_DV, STAGES, HAS_SCHEDULE, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS,
+            DIAGONAL_FIRST, EVEN_Q, EVEN_KV, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
@@ -594,6 +694,19 @@ def _shares(
     return (n_tiles, 1) if n_parts == 1 else (n_tiles - n_shared, n_parts)
 
 
+def _schedule_for(n_kv_heads, n_kv_tiles, n_q_tiles, n_parts, lower, upper, heads_per_section, n_programs, device):
+    """The items of each program, where limits make them unequal; None where programs take them in turn."""
+    if (lower is None and upper is None) or n_kv_tiles * n_parts > MAX_TILES.value:
+        return None
+    n_steps = []
+    for key in range(0, n_kv_tiles * KEYS_PER_PROGRAM, KEYS_PER_PROGRAM):
+        first = 0 if upper is None else max(0, key - upper) // QUERIES_PER_TILE
+        last = n_q_tiles if lower is None else (key + KEYS_PER_PROGRAM - 1 - lower) // QUERIES_PER_TILE + 1
+        n = max(0, min(last, n_q_tiles) - first)
+        n_steps += [(i + 1) * n // n_parts - i * n // n_parts for i in range(n_parts)]
+    return table(_schedule(tuple(n_steps), n_kv_heads, heads_per_section, n_programs, device))
+
+
 def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -651,10 +764,16 @@ def backward(
             (lower is not None) + (upper is not None), num_multiprocessors(q.device),
         )  # fmt: skip
         n_shared = n_key_tiles - n_whole
+        n_items = n_whole + n_shared * n_parts
+        is_narrow = max(width, width_v) == 64
+        n_programs = min(n_items, num_multiprocessors(q.device))
+        items = _schedule_for(
+            batch * n_kv_heads, n_kv_tiles, n_q_tiles, n_parts, lower, upper, heads_per_section, n_programs, q.device
+        )
         dkdv_parts = scratch((n_shared * n_parts, KEYS_PER_PROGRAM, width + width_v), torch.float32, q.device)
         launch(
             _attention_bwd_hopper_kernel,
-            (n_whole + n_shared * n_parts,),
+            (n_programs,),
             descriptor(q, [1, 1, QUERIES_PER_TILE, block_d]),
             descriptor(dout, [1, 1, QUERIES_PER_TILE, block_dv]),
             descriptor(k, [1, 1, KEYS_PER_PROGRAM, block_d]),
@@ -663,9 +782,11 @@ def backward(
             descriptor(tma_dk, [1, 1, KEYS_PER_PROGRAM, block_d]),
             descriptor(tma_dv, [1, 1, KEYS_PER_PROGRAM, block_dv]),
             descriptor(dq_sum, [64, 64] if block_d == 128 else [32, 64]),
-            dkdv_parts, n_kv_tiles, n_q_tiles, n_heads, n_heads // n_kv_heads, heads_per_section, n_whole, n_parts,
-            seq_kv, max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
-            BLOCK_D=width, BLOCK_DV=width_v, STAGES=2, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
+            dkdv_parts, stats if items is None else items, 0 if items is None else items.shape[1], n_items, n_kv_tiles,
+            n_q_tiles, n_heads, n_heads // n_kv_heads, n_whole, n_parts, seq_kv, max(lower or 0, -seq_q),
+            min(upper or 0, seq_kv), scale, scale * LOG2_E,
+            BLOCK_D=width, BLOCK_DV=width_v, STAGES=3 if is_narrow else 2, KV_STAGES=2 if is_narrow and sums_dq else 1,
+            HAS_SCHEDULE=items is not None, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
             HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HAS_PARTS=n_shared > 0,
             DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q, EVEN_Q=seq_q % (2 * QUERIES_PER_TILE) == 0,
             EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4, launch_pdl=True,

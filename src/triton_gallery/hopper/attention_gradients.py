@@ -19,7 +19,7 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
-    named_barrier,
+    meet,
     opaque,
     phase,
     store_wait,
@@ -473,7 +473,7 @@ def _dkdv_consumer(
     if GRADIENT == "k":
         sums = scale_sums(sums, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
     own_smem = v_smem if GRADIENT == "v" else k_smem
-    named_barrier("barrier.sync", "9")  # the other consumer is past its last read of it
+    meet()  # the other consumer is past its last read of it
     store_rows(parts(own_smem, 0, WIDTH, PIECES), sums)
     fence_async_shared()
     desc = dv_desc if GRADIENT == "v" else dk_desc
