@@ -18,9 +18,9 @@ You will learn:
 #
 # Every page of this gallery starts with these lines. With a GPU, Triton compiles our kernels for it. Without one, the
 # package switches Triton's *interpreter* on: the same kernels then run on the CPU, one NumPy operation after the other.
-# That is slow, but the results are the same up to rounding, so this page runs on any machine where `triton-gallery` is
-# installed with its extra `examples`. (Not in bfloat16 and float8, which the interpreter computes wrongly. The
-# functions of `tg` hand it float32 in their place; for a kernel that you launch yourself, take other dtypes there.)
+# That is slow, but the results are the same up to rounding, except in bfloat16 and float8, which the interpreter
+# computes wrongly. (The functions of `tg` hand it float32 in their place; for a kernel that you launch yourself, take
+# other dtypes there.) So this page runs on any machine where `triton-gallery` is installed with its extra `examples`.
 # `DEVICE` is where our tensors go: the GPU, or else the CPU.
 
 import torch
@@ -54,9 +54,10 @@ DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.de
 # One program, one block
 # ----------------------
 #
-# A GPU is made of *multiprocessors*, more than a hundred in a large one. Each has *registers*, the storage next to its
-# arithmetic units, and some *shared memory*. Behind them are the *L2 cache*, which all of them share, and the memory
-# that holds our tensors. The work is done by *threads*, 32 of which (on AMD's MI300 64) move together as a *warp*.
+# A GPU is made of *multiprocessors* (NVIDIA's tools say SM), more than a hundred in a large one. Each has *registers*,
+# the storage next to its arithmetic units, and some *shared memory*. Behind them are the *L2 cache*, which all of them
+# share, and the memory that holds our tensors. The work is done by *threads*, 32 of which (on AMD's MI300 64) move
+# together as a *warp*.
 #
 # A *kernel* is a function that runs there. In Triton it works on *blocks*: `tl.arange(0, 16)` is a block of 16
 # integers, `x_ptr + offsets` a block of 16 addresses, counted in elements and not in bytes, and `tl.load` fetches all
@@ -79,8 +80,9 @@ torch.testing.assert_close(out, x + y)
 
 # %%
 # `add_16_kernel[(1,)](x, y, out)` launches one *program*, one run of the kernel: how many there are to be stands in the
-# brackets. A tensor that we pass arrives as a pointer to its first element, hence the names that end in `_ptr`; the
-# kernel knows nothing of shapes. `out` was allocated by us, because a kernel returns nothing and writes to memory.
+# brackets. (CUDA calls the threads that run one program a *thread block*; a block is something else here.) A tensor
+# that we pass arrives as a pointer to its first element, hence the names that end in `_ptr`; the kernel knows nothing
+# of shapes. `out` was allocated by us, because a kernel returns nothing and writes to memory.
 #
 # Two things keep this kernel from being useful. The length of a block has to be a power of two, and the lengths of real
 # vectors seldom are. And one program runs on one of the GPU's many multiprocessors, while the others are idle.
@@ -231,13 +233,13 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 # From a kernel to a function
 # ---------------------------
 #
-# Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, and the current device, where a launch
-# goes wherever its tensors are (`with torch.cuda.device(x.device):` makes it theirs). `triton_gallery.add` trusts
-# nobody. As `torch.add` it takes two tensors, or a tensor and a number; it promotes dtypes, broadcasts, scales by
-# `alpha`, has gradients, and refuses the rest in words. Where both tensors have the same shape and dtype, fill their
-# memory without gaps and in the same order, and `alpha` is 1, it launches the kernel above, or a variant of it for
-# lengths that are no multiple of 16 (but neither for bool). Otherwise another one converts, scales, and works out the
-# address of each element from the strides.
+# Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, and tensors on the current device. (A
+# launch goes to that one even where its tensors are on another. `with torch.cuda.device(x.device):` makes theirs the
+# current one.) `triton_gallery.add` trusts nobody. As `torch.add` it takes two tensors, or a tensor and a number; it
+# promotes dtypes, broadcasts, scales by `alpha`, has gradients, and refuses the rest in words. Where both tensors have
+# the same shape and dtype, fill their memory without gaps and in the same order, and `alpha` is 1, it launches the
+# kernel above, or a variant of it for lengths that are no multiple of 16 (but neither for bool). Otherwise another one
+# converts, scales, and works out the address of each element from the strides.
 
 matrix = torch.randn(5, 7, device=DEVICE, requires_grad=True)
 row = torch.randn(7, device=DEVICE, dtype=torch.float16, requires_grad=True)
@@ -338,9 +340,9 @@ report
 #
 # .. math:: \text{rate} = \frac{\text{bytes under way}}{\text{time of one trip}}
 #
-# A trip to memory takes hundreds of clock cycles, however little it brings. In that time the memory of an H200 could
-# move about 2 MiB. Two thirds of what an addition moves are loads, and nobody waits for stores. So a kernel that wants
-# all of the bandwidth has to have 1.4 MiB of loads under way, at all times.
+# This is *Little's law*, known from queues. A trip to memory takes hundreds of clock cycles, however little it brings.
+# In that time the memory of an H200 could move about 2 MiB. Two thirds of what an addition moves are loads, and nobody
+# waits for stores. So a kernel that wants all of the bandwidth has to have 1.3 MiB of loads under way, at all times.
 #
 # - *One program, one block*: the first kernel of this page, with a block as long as the vector. The block has to fit
 #   into registers. Each of the program's 128 threads has at most 255 of them: room for 8192 numbers of `x` and as many
@@ -403,7 +405,7 @@ for name, (programs, block_size) in at_once.items():
     print(f"{name:31}{programs:4} × {block_size:4} × 2 × 4 bytes = {under_way:6.0f} KiB")
 
 # %%
-# Only the last line comes to 1.4 MiB, and to far more. Two versions cannot follow to the end of the sweep: a block ends
+# Only the last line comes to 1.3 MiB, and to far more. Two versions cannot follow to the end of the sweep: a block ends
 # where registers do, and the loop, at :math:`2^{24}` elements, where our patience does. The table says of both that
 # they do not apply there.
 
@@ -531,7 +533,7 @@ print(report.summary())
 # the reason of values above 100 %, and have not measured it.) With 4096 elements the start of a kernel decides, some
 # microseconds in which the GPU has nothing of ours to do. There we are at :measured:`vector-add-fp32: triton_gallery /
 # torch at 4096` torch's rate and at :measured:`vector-add-fp32: triton_gallery / torch.compile at 4096` that of
-# `torch.compile`: the bands lie on each other, and a few per cent say nothing.
+# `torch.compile`: at this length the spreads of all three overlap, and a few per cent say nothing.
 
 # %%
 # Break it: forget the mask

@@ -196,8 +196,9 @@ plt.show()
 # - `other=-float("inf")` is the neutral element of what follows. It loses against every number in the maximum, and
 #   adds 0 to the sum. The section *Break it* shows what another choice does.
 # - `x.to(...)` twice: first to the dtype of the result, which is what torch's argument `dtype` means, then to
-#   float32. A number in float16 has 11 bits, so beside a sum of 1024 a term of 1/4 vanishes. float32 costs nothing
-#   here: the registers have 32 bits anyway.
+#   float32. A number in float16 has 11 bits, so beside a sum of 1024 a term of 1/4 vanishes. float32 costs
+#   no byte of memory. It takes a register for each number, where two in float16 would share one, and for such rows
+#   there are enough.
 # - `tl.max(x, axis=1, keep_dims=True)` is :math:`m`, one number for each row of the tile. Threads reduce what they
 #   hold, threads of a warp exchange registers, and warps meet in shared memory; Triton writes all three steps.
 # - `_exp` takes the hardware's exponential, which is fast and may be off in the last digits of float32. Where the
@@ -502,8 +503,10 @@ dy = torch.randn_like(x)
 y = tg.softmax(x)
 (dx,) = torch.autograd.grad(y, x, dy)
 torch.testing.assert_close(dx, y * (dy - (dy * y).sum(dim=1, keepdim=True)))
+torch.testing.assert_close(dx, torch.autograd.grad(torch.softmax(x, dim=1), x, dy)[0])
 (dx,) = torch.autograd.grad(tg.log_softmax(x), x, dy)
 torch.testing.assert_close(dx, dy - y * dy.sum(dim=1, keepdim=True))
+torch.testing.assert_close(dx, torch.autograd.grad(torch.log_softmax(x, dim=1), x, dy)[0])
 
 # %%
 # How close to the limit?
@@ -691,7 +694,8 @@ report_log
 #   and a thread has 255 registers at most. The compiler spills there, and we leave longer rows out.
 # - *Safe, in blocks*: the same trips. At 5120 and 12288 columns, no powers of two, no lane is idle.
 # - *Online, two walks*: two readings and one writing, if each row has a program of its own. Then about a thousand rows
-#   are under way together. Short ones wait in the L2 cache for their second walk; long ones have left it when the walk
+#   are under way together: a thread of this kernel takes some 55 registers, so that a multiprocessor has room for nine
+#   programs of 128 threads. Short ones wait in the L2 cache for their second walk; long ones have left it when the walk
 #   comes back. Three trips, two thirds of the rate.
 # - *The library's*: two trips again, as long as the chip has room for a row.
 #
@@ -767,7 +771,8 @@ ladder
 # other's rate, although it takes no maximum. But it takes `tl.exp`, which in machine code is three instructions more
 # for each number than the `_exp` of a 16-bit result, and it divides each number by the sum, which is two more than the
 # product by a reciprocal that is taken once in a row. Of programs of 128 threads with so many registers each, a
-# multiprocessor has room for few, and there is little for the instructions to hide behind.
+# multiprocessor has room for few, and there is little for the instructions to hide behind. All in all it has a third
+# more of them. Whether that explains the whole difference, we have not measured.
 #
 # And short rows do stay in the L2 cache for their second walk, but the online kernel does not gain from it what we
 # expected: at 4096 columns it reaches
@@ -875,12 +880,11 @@ report_across
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256`. Of the layouts that this page
 # measures, rows across memory is the one that we serve worst.
 #
-# `torch.compile` is the one to beat here. The shapes of tiles are what does it: with tiles of 8 rows, half of what is
-# read would be for nothing. At 1024 columns we run at
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` its rate, with 21 at
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432`, and in parts at
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and
-# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`.
+# `torch.compile` is the one to beat here. What decides is the shape of the tile. One of 8 rows would use 16 bytes of
+# each 32 that memory hands out, so ours has 16 at least. At 1024 columns we run at :measured:`softmax-across-fp16:
+# triton_gallery / torch.compile at 1024×16384` its rate, with 21 at :measured:`softmax-across-fp16: triton_gallery /
+# torch.compile at 21×786432`, and in parts at :measured:`softmax-across-fp16: triton_gallery / torch.compile at
+# 4096×4096` and :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`.
 
 # %%
 # Many short rows, and few long ones
@@ -998,12 +1002,16 @@ report_short
 #
 # The library takes this one launch for two rows or more of over 52 KiB, if all of them together have 4 MiB or more, and
 # if a row has no more than four parts for each multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a
-# little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. Two launches are for what is left where
-# rows are few and have 128 KiB or more (beyond 32 rows, more than that): a single one, less together, longer ones,
-# float64, a matrix that does not begin at a multiple of 16 bytes, or in which the distance from a row's end to the next
-# row is no such multiple, and other GPUs; for rows across memory of more than 2048 columns, or 1024 in float64 and in
-# the gradient; and for dense rows of more than 1024 that lie at uneven distances, as in a slice of each matrix of a
-# batch. All others take the online kernel, or one of those for rows that a multiprocessor can hold.
+# little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. Two launches are for these:
+#
+# - of few rows, at most one for every two multiprocessors, those of 128 KiB or more (beyond 32 rows somewhat more) that
+#   the one launch does not take: a single row, less than 4 MiB together, longer rows, float64, a matrix that does not
+#   begin at a multiple of 16 bytes or in which the distance from a row's end to the next row is no such multiple, other
+#   GPUs
+# - rows across memory of more than 2048 columns, or 1024 in float64 and in the gradient
+# - dense rows of more than 1024 that lie at uneven distances, as in a slice of each matrix of a batch
+#
+# All others take the online kernel, or one of those for rows that a multiprocessor can hold.
 
 # %%
 # Now the sweep. The third shape has 64 rows, the last a single one.
@@ -1121,8 +1129,8 @@ for each in (report, report_backward, report_log, report_across, report_short, r
     print(each.summary())
 
 # %%
-# With 4096 rows there are two regions, for two reasons. Short rows make small matrices: starting a kernel takes longer
-# than the work, so this end says more about starting than about softmax. From there on memory moves :math:`x` and the
+# With 4096 rows there are two regions. On the left matrices are small: starting a kernel takes longer than the work, so
+# this end says more about starting than about softmax. On the right the bytes decide. Memory moves :math:`x` and the
 # result and nothing else, as long as a row fits on the chip, so the rate to compare with is that of a copy. The unfused
 # version can reach a quarter of the copy's rate at best, once its matrices outgrow the L2 cache: this was clear before
 # anything was measured.

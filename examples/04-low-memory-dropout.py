@@ -134,8 +134,10 @@ assert philox(key=0, counter=0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DB
 # With such a function a mask can be computed wherever it is needed. Every element makes a call and takes its own index
 # for the counter. Triton has Philox built in: `tl.randint(seed, offsets)` makes the calls for a whole block of counters
 # and returns the first word of each. A word is one of :math:`2^{32}` integers, all equally likely, so we keep the
-# elements whose word is at least :math:`p \cdot 2^{32}`. (The words come as signed integers. `.to(tl.uint32,
-# bitcast=True)` leaves their 32 bits as they are and reads them without a sign: -1 becomes :math:`2^{32} - 1`.)
+# elements whose word is at least :math:`p \cdot 2^{32}`. (Triton's documentation calls the words int32, but they come
+# as uint32. `.to(tl.uint32, bitcast=True)` changes no bit of either, and makes sure that the comparison takes them
+# without a sign. Triton's `tl.rand` would turn the word into a float32 in [0, 1), to be compared with :math:`p`: four
+# instructions more for each element, and not all 32 bits.)
 
 
 @triton.jit
@@ -184,6 +186,10 @@ def draws(seed, n):
 # %%
 # Element :math:`i` always gets the same draw. It depends on the seed and on :math:`i` and on nothing else: not on the
 # block size, not on the order of the programs, not on whether it is drawn forward or backward.
+#
+# So a seed is for one use. Two layers with the same seed drop the same places, and so does one layer in each step of
+# the training. Who passes a `seed` takes another one for each layer and each step; without it, torch's generator does
+# that.
 
 # %%
 # The kernel that the library runs
@@ -315,8 +321,9 @@ plt.show()
 # -----------------------------
 #
 # `triton_gallery.dropout` adds what a library needs: any strides (the mask follows the element's index, not its place
-# in memory), `training`, a seed from torch's generator when we give none, and gradients. Its backward pass is one
-# line: dropout of the incoming gradient, with the same seed. We ask autograd what it keeps for that.
+# in memory), `training`, a seed from torch's generator when we give none, and gradients. (The same `torch.manual_seed`
+# makes another mask than torch's: the numbers belong to other elements.) Its backward pass is one line: dropout of the
+# incoming gradient, with the same seed. We ask autograd what it keeps for that.
 
 saved = []
 with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -415,12 +422,15 @@ ladder
 # in torch / limit at 268435456` and :measured:`dropout-ladder-fp16: stored mask / limit at 268435456` of a copy's rate:
 # torch's kernels take longer than their bytes do. The third moves no byte in vain and falls short of a copy all the
 # same, at :measured:`dropout-ladder-fp16: a call for one / limit at 268435456` of its rate: some sixty instructions are
-# more than a GPU gets done while four bytes arrive. From here on the bytes stay as they are, and the instructions
-# become fewer, with a quarter of the calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and
-# then an eighth (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than
-# the bytes, a further step has nothing to gain, and there we stop. An H100, whose memory is slower, gets there with the
-# call for four. Small tensors do, too: with 2²⁰ elements a call for four is at :measured:`dropout-ladder-fp16: a call
-# for four at 1048576`, and a call for eight at :measured:`dropout-ladder-fp16: triton_gallery at 1048576`.
+# more than a GPU gets done while four bytes arrive. (Forty of them are multiplications of integers, of which a
+# multiprocessor starts 64 in a clock cycle. So 132 of them, at some 1.75 GHz, are done with 370 thousand million
+# elements in a second, whose four bytes each are a third of a copy's rate.) From here on the bytes stay as they are,
+# and the instructions become fewer, with a quarter of the calls (:measured:`dropout-ladder-fp16: a call for four /
+# limit at 268435456`) and then an eighth (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once
+# they take less time than the bytes, a further step has nothing to gain, and there we stop. An H100, whose memory is
+# slower, gets there with the call for four. Small tensors do, too: with 2²⁰ elements a call for four is at
+# :measured:`dropout-ladder-fp16: a call for four at 1048576`, and a call for eight at :measured:`dropout-ladder-fp16:
+# triton_gallery at 1048576`.
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
 # times, the second three times, and the last three once.

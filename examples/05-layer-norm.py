@@ -120,8 +120,8 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
 # This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below,
-# and so do many rows of 257 or more 16-bit numbers whose length is no multiple of 4. We call lengths *odd* that are no
-# multiple of 8 (of 4 in float32), as on page two.
+# and so do many rows of 257 or more 16-bit numbers whose length is no multiple of 4. Page two calls lengths *unaligned*
+# that are no multiple of 8 (of 4 in float32); here they are *odd*, for short.
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
@@ -771,8 +771,8 @@ few_report
 # On Hopper the library does not let go. A row of more than 24576 numbers (on an H100 of 40960, if they have 16 bits)
 # lies in parts on several multiprocessors, up to 6 MiB of it on an H200. The programs of the parts tell each other what
 # they have found: page two explains how they can, and what a danger that is. Here the launch is a *cooperative* one,
-# and a program has its part of one row after another. It holds that of three at a time, and sends what it has found of
-# a row *before* it writes the row ahead of that one, so that the answers have the time of a whole row to come. On page
+# and a program has its part of one row after another. It holds its parts of three rows at a time. What it has found of
+# a row it sends *before* it writes the previous row, so that the answers have the time of a whole row to come. On page
 # two they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula from above,
 # which joined the lanes of a program, joins programs. A part has up to 4 KiB, and its program a single warp, of which a
 # multiprocessor holds twelve. That leaves each of them a twelfth of the registers, and there it keeps weight and bias:

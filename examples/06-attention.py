@@ -709,12 +709,17 @@ except ValueError as error:
 # - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
 #   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
 #
-# The backward kernel makes one walk and five products. A program owns 128 keys and adds up their :math:`dK` and
-# :math:`dV` in registers. Each tile's share of :math:`dQ` goes to memory, to a float32 sum that other programs add to
-# as well, by atomic additions. So :math:`dQ` may differ in its last bits from run to run. :math:`dK` and :math:`dV` do
-# not.
+# The backward kernel makes one walk and five products. A program has one tile of 128 keys after another, in turn or,
+# with a mask, from such a list, and adds up their :math:`dK` and :math:`dV` in registers. Each tile's share of
+# :math:`dQ` goes to memory, to a float32 sum that other programs add to as well, by atomic additions. So :math:`dQ` may
+# differ in its last bits from run to run. :math:`dK` and :math:`dV` do not.
 #
-# Without a mask all these programs take the same time, and the last round of them is rarely a full one. In the sweeps
+# Each of two consumers owns 64 of the keys, but :math:`dQ` needs the :math:`dS` of both. If they met for it at each
+# tile, they would always be at the same place: both would multiply, and then both would take exponentials. So each
+# leaves its :math:`dS` in shared memory and goes on. :math:`dQ` is computed one tile later, when the other one's
+# :math:`dS` has long been there, and the two may be up to a tile apart.
+#
+# Without a mask all tiles of keys take the same time, and the last round of them is rarely a full one. In the sweeps
 # below, with head dimension 128, there are 2048 tiles of keys for 132 multiprocessors: fifteen full rounds, and 68
 # tiles for which 64 multiprocessors would wait. So from 2048 positions on three to seven programs share each of these
 # last tiles, each with a part of the queries. (With fewer positions a tile is done too soon for that to pay.) They
