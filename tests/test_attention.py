@@ -312,9 +312,9 @@ def test_each_part_of_a_key_tile_is_an_item_of_one_program(lower, upper, n_parts
     rest = (n_parts, lower, upper, 2, n_programs, torch.device("cpu"))
     schedule = backward._schedule_for(n_heads, n_kv_tiles, n_q_tiles, *rest)
     assert schedule.shape[0] == n_programs and bool((schedule[:, -1] < 0).all())
-    heads, items = (numbers.tolist() for numbers in (schedule // 4096, schedule % 4096))
-    found = [(h, i) for hs, js in zip(heads, items, strict=True) for h, i in zip(hs, js, strict=True) if h >= 0]
-    assert sorted(found) == [(h, i) for h in range(n_heads) for i in range(n_kv_tiles * n_parts)]
+    programs = [[divmod(entry, 4096) for entry in row if entry >= 0] for row in schedule.tolist()]
+    found = [item for items in programs for item in items]
+    assert sorted(found) == [(head, item) for head in range(n_heads) for item in range(n_kv_tiles * n_parts)]
 
     def n_pairs(item):
         """How many pairs of a query tile and this key tile have one that is allowed; a part has its share of them."""
@@ -323,7 +323,7 @@ def test_each_part_of_a_key_tile_is_an_item_of_one_program(lower, upper, n_parts
         n = sum((lower is None or b >= lower) and (upper is None or a <= upper) for a, b in distances)
         return (item % n_parts + 1) * n // n_parts - item % n_parts * n // n_parts
 
-    loads = [sum(n_pairs(i) for h, i in zip(hs, js, strict=True) if h >= 0) for hs, js in zip(heads, items, strict=True)]
+    loads = [sum(n_pairs(item) for _, item in items) for items in programs]
     assert max(loads) - min(loads) <= max(map(n_pairs, range(n_kv_tiles * n_parts)))
 
 
