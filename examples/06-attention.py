@@ -1570,9 +1570,8 @@ decode_report
 # :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` of the limit it is as fast as a copy.
 #
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096`
-# cuDNN's rate. Everywhere else the two are about even, between :measured:`attention-decode-fp16: triton_gallery / cuDNN
-# at 1×8×32768` (one sequence of 32768 positions, 8 heads of keys) and :measured:`attention-decode-fp16: triton_gallery
-# / cuDNN at 16×8×4096` (sixteen of 4096). Twenty of these have the 160 heads of keys from above, and are as near to the
+# cuDNN's rate. Everywhere else the two are about even, at worst at :measured:`attention-decode-fp16: triton_gallery /
+# cuDNN at worst`. Twenty sequences of 4096 positions have the 160 heads of keys from above, and are as near to the
 # limit as sixteen, which have 128: :measured:`attention-decode-fp16: triton_gallery / limit at 20×8×4096`.
 
 # %%
@@ -1871,10 +1870,10 @@ for seq_len in (512, 1024, 4096, 16384):
 # - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
 #   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
 #   triton_gallery / cuDNN at worst` with 64
-# - backward without a mask from about even to a little ahead: from
-#   :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d128-fp16:
-#   triton_gallery / cuDNN at best` with head dimension 128, and from :measured:`attention-bwd-d64-fp16:
-#   triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at best` with 64
+# - backward without a mask from :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to
+#   :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best` with head dimension 128, and from
+#   :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16:
+#   triton_gallery / cuDNN at best` with 64
 #
 # With head dimensions of 80, 96, 160 and 192, whose products have two parts, the forward pass is at
 # :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 80`,
