@@ -310,16 +310,17 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("matmul 4096x4096 4096 float64", "sm_100"): (8, "the same"),
     ("matmul 1024x1024 1024x1024", "sm_120"): (12, "three values: ptxas sets itself a limit of 80 registers"),
     ("matmul 16x4096 T(4096x14336)", "sm_90"): (32, "a few of the addresses of four stages"),
-    ("attention 4x8x2048x128", "sm_90"): (512, "dk and dv fill the consumers' registers; addresses make room"),
-    ("attention 4x8x1x128", "sm_90"): (512, "the same kernel"),
+    ("attention 4x8x2048x128", "sm_90"): (112, "dk and dv fill the consumers' registers; what a loop keeps makes room"),
+    ("attention 4x8x2048x64", "sm_90"): (48, "the same with fewer columns, with Triton 3.9 alone"),
+    ("attention 4x8x1x128", "sm_90"): (32, "the same kernel"),
     ("attention 1x4x16x256", "sm_100"): (32, "a few values of the backward pass, with Triton 3.6 alone"),
-    ("attention 2x4x1000x128 2x4x1000x128", "sm_90"): (1216, "the same kernel, and masks at both ends of a walk"),
-    ("attention 2x4x1000x80", "sm_90"): (88, "the same with fewer columns"),
+    ("attention 2x4x1000x128 2x4x1000x128", "sm_90"): (320, "the same kernel, and masks at both ends of a walk"),
+    ("attention 2x4x1000x80", "sm_90"): (32, "the same with fewer columns, with Triton 3.9 alone"),
     ("attention 2x4x1000x128 2x2x1000x128", "sm_90"): (
-        736,
-        "the same kernel, a loop over the heads of a group and a share of the queries; some 300 before Triton 3.9",
+        360,
+        "the same kernel, a loop over the heads of a group and a share of the queries; some 180 before Triton 3.9",
     ),
-    ("attention 1x8x512x128", "sm_90"): (736, "the same"),
+    ("attention 1x8x512x128", "sm_90"): (56, "a share of the queries"),
     ("attention 2x4x1000x256", "sm_90"): (116, "a gradient of 256 columns, and masks at both ends of a walk"),
     ("attention 1x4x16x256", "sm_90"): (108, "the same with one mask, with Triton 3.9 alone"),
     ("attention 4x8x1x64", "sm_90"): (
@@ -491,7 +492,7 @@ def test_kernels_of_the_deterministic_mode_compile_within_limits(dtype):
     calls = [(attention_that_repeats, [_tensor((2, 4, 1000, d), dtype)] * 3, mask, True) for d, mask in cases]
     # dk and dv fill the consumers' registers, as above, and masks want some. With Triton 3.9 a value or two is spilled
     # elsewhere.
-    allowed = {(128, "is_causal"): 112, (128, "window"): 192}
+    allowed = {(128, "is_causal"): 128, (128, "window"): 112}
     for (_, args, kwargs, _), (kernels,) in zip(
         calls, codegen._compile(codegen._pack(calls, ("sm_90",), keep_asm=False)), strict=True
     ):

@@ -81,7 +81,8 @@ def _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER: gl.constexpr, HAS_
 def _item(n_done, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE: gl.constexpr):
     """The number of the item that this program does after n_done others; negative after its last.
 
-    An item is a key tile, or a part of one. Where all take the same time, programs take them in turn.
+    An item is a key tile of a head, or a part of one: of head after head, and there of tile after tile. (A schedule is
+    for limits, under which all tiles of keys are shared or none.) Without one, programs take the items in turn.
     """
     if HAS_SCHEDULE:
         entry = gl.load(schedule_ptr + gl.program_id(0) * schedule_width + n_done)
@@ -193,7 +194,7 @@ def _own_rows(smem, kv_stage, WIDTH: gl.constexpr, CONSUMER: gl.constexpr):
 def _start_dq(step, row, k_smem, ds_smem, ds_full, kv_stage, CONSUMER: gl.constexpr):
     """Start this consumer's half of dQ, transposed, of the tile at `step`: 64 columns by 64 or 32 queries.
 
-    Before the first tile, where row < 0, it is of nothing in particular.
+    Before the first tile, where row < 0, it is of whatever lies there, or is just being written; nobody adds that.
     """
     K_COLUMNS: gl.constexpr = k_smem.shape[4]
     DQ_COLS: gl.constexpr = 64 if K_COLUMNS == 128 else 32
@@ -215,7 +216,7 @@ def _start_dq(step, row, k_smem, ds_smem, ds_full, kv_stage, CONSUMER: gl.conste
 
 @gluon.jit
 def _add_dq(dq, step, row, dq_smem, dq_desc, ds_empty, K_COLUMNS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Add it to the sums from `row` on, unless that is negative."""
+    """Add this half of dQ to the float32 sums from `row` on, unless that is negative, and hand dS back."""
     store_wait(0)
     dq_smem.permute((1, 0)).store(dq)
     fence_async_shared()
@@ -238,9 +239,9 @@ def _bwd_step(
 ):  # fmt: skip
     """One tile of 64 queries against this consumer's 64 keys; S, P and dP stand transposed (keys x queries).
 
-    dQ needs the dS of both consumers. It is computed for the tile before this one, which begins at `row`, so that
-    neither waits for the other: while one multiplies, the other may take exponentials. The softmax runs under dP, dS
-    under dV, and dQ leaves under dK.
+    dQ needs the dS of both consumers. It is computed for the tile before this one, which begins at `row`, so that they
+    may be a step apart: while one multiplies, the other takes exponentials. The softmax runs under dP, and with
+    DQ_FIRST under dQ; dS runs under dV, and dQ leaves under dK. Returns the row of this tile, dK and dV.
     """
     dtype: gl.constexpr = q_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -309,7 +310,10 @@ def _bwd_head(
     HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr, DIAGONAL_FIRST: gl.constexpr,
     EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Of the n query tiles of one head, which begin with the first, those from `begin` to `end`."""
+    """Of the n query tiles of one head, which begin with the first, those from `begin` to `end`.
+
+    Returns the next step, the row of the last tile, which goes on to the next head, and dK and dV.
+    """
     # Where the tiles end that the upper limit cuts, and where those begin that the lower one cuts.
     full_begin = begin
     full_end = end
@@ -459,7 +463,7 @@ def _attention_bwd_hopper_kernel(
     dv_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
     dq_desc,  # (batch * n_heads * n_q_tiles * 64, 64 or 128), float32, zero at the start
     part_ptr,  # (items beyond n_whole, 128, BLOCK_D + BLOCK_DV), float32: dK and dV of their parts
-    schedule_ptr,  # (programs, schedule_width), int32: the items of each as head * MAX_TILES + item, -1 after the last
+    schedule_ptr,  # (programs, schedule_width), int32: items as head * MAX_TILES + number in it, -1 after the last
     schedule_width,
     n_items,
     n_kv_tiles,
@@ -482,7 +486,7 @@ def _attention_bwd_hopper_kernel(
     HAS_DQ: gl.constexpr,  # otherwise dq_desc is not used
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
-    HAS_PARTS: gl.constexpr,  # items from n_whole on share key tiles, n_parts each
+    HAS_PARTS: gl.constexpr,  # items from n_whole on share key tiles, n_parts each; with limits n_whole is 0
     DIAGONAL_FIRST: gl.constexpr,  # exactly the first two query tiles of every key tile need the upper limit's mask
     EVEN_Q: gl.constexpr,  # no tile of queries passes their end
     EVEN_KV: gl.constexpr,
@@ -666,7 +670,7 @@ def _attention_bwd_hopper_finish_kernel(
 def _shares(
     n_tiles: int, n_steps: int, group_size: int, n_columns: int, n_limits: int, n_processors: int
 ) -> tuple[int, int]:
-    """How many key tiles have a program each, and how many programs share each of the others.
+    """How many key tiles are an item each, and into how many parts each of the others is divided.
 
     Args:
         n_tiles: key tiles.
@@ -695,7 +699,10 @@ def _shares(
 
 
 def _schedule_for(n_kv_heads, n_kv_tiles, n_q_tiles, n_parts, lower, upper, heads_per_section, n_programs, device):
-    """The items of each program, where limits make them unequal; None where programs take them in turn."""
+    """The items of each program, where limits make them unequal; None where programs take them in turn.
+
+    So they do where a head has more items than a number of the schedule can tell, too.
+    """
     if (lower is None and upper is None) or n_kv_tiles * n_parts > MAX_TILES.value:
         return None
     n_steps = []
