@@ -123,6 +123,7 @@ COUNT = "must be a finite number that is not negative"
         (benchmark.tflops, "a", (1.0, 1.0, 1.0), f"tflops: flops {COUNT}, got 'a'"),
         (benchmark.tflops, 10**400, (1.0, 1.0, 1.0), f"tflops: flops {COUNT}, got 1000"),
         (benchmark.gbps, 1e9, (1.0, 1.0, 10**400), f"gbps: {TIMES}, got (1.0, 1.0, 1000"),
+        (benchmark.gbps, 1e9, (1.0, 1e-320, 1.0), "gbps: times must be long enough for a rate that float64 can hold"),
     ],
 )
 def test_gbps_and_tflops_refuse(rate, count, times, message):

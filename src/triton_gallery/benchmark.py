@@ -196,7 +196,10 @@ def _rates(name: str, what: str, count: float, times: tuple[float, float, float]
         rule = "a median, a 20 % and an 80 % quantile above 0, as measure returns them"
         raise ValueError(f"{name}: times must be {rule}, got {times!r}")
     median, fast, slow = times
-    return tuple(count / ms / unit for ms in (median, slow, fast))
+    rates = tuple(count / ms / unit for ms in (median, slow, fast))
+    if not rates[2] <= LARGEST:
+        raise ValueError(f"{name}: times must be long enough for a rate that float64 can hold, got {times!r}")
+    return rates
 
 
 def _is_number(x) -> bool:
