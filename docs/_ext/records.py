@@ -277,12 +277,15 @@ def _tab_nodes(tabs: dict[str, list[nodes.Node]]) -> nodes.Node:
 def _build_finished(app, exception) -> None:
     if exception or app.builder.format != "html":
         return
-    for path in sorted(RECORDS.glob("*/*.json")):
-        record = _read(path)
-        publish(Path(app.outdir), f"{path.parent.name}/{path.stem}", Report(record))
-        if found := report(path.stem, path.parent.name).status():
+    for folder in sorted({path.parent for path in RECORDS.glob("*/*.json")}):
+        paths = sorted(folder.glob("*.json"))
+        for path in paths:
+            publish(Path(app.outdir), f"{folder.name}/{path.stem}", Report(_read(path)))
+        n_old = sum(bool(report(path.stem, folder.name).status()) for path in paths)
+        if n_old:
             # No mistake, but whoever builds the site for readers should know.
-            logger.info("record %s/%s: %s", path.parent.name, path.stem, found[0])
+            text = "records of %s: %d of %d are no longer of what is there; make outdated lists them"
+            logger.info(text, folder.name, n_old, len(paths))
 
 
 def _state(app, config) -> None:
