@@ -107,7 +107,7 @@ CALLS = [
     attention(300, 333, 150, heads=(4, 2)),
     attention(300, 333, 192, head_dim_v=128, is_causal=True),
     *(attention(49, 41, d, heads=(100, 100), is_causal=causal) for d in (64, 100) for causal in (False, True)),
-    attention(160, 300, 64, heads=(95, 95), is_causal=True),
+    *(attention(160, 300, d, heads=(95, 95), is_causal=causal) for d in (64, 128) for causal in (False, True)),
     *(attention(s, s, 64, heads=(95, 95), is_causal=causal) for s in (90, 220) for causal in (False, True)),
     attention(200, 150, 40, heads=(95, 95), window=(50, 5)),
     attention(10, 15, 33, heads=(4, 2), window=(3, 5)),
