@@ -719,9 +719,9 @@ except ValueError as error:
 # leaves its :math:`dS` in shared memory and goes on. :math:`dQ` is computed one tile later, when the other one's
 # :math:`dS` has long been there, and the two may be up to a tile apart.
 #
-# With head dimension 128 the sums fill more than half of the registers that a consumer's threads have. The compiler
-# used to compute the addresses of :math:`K` and :math:`V` once, before the walk, to keep them in registers, and to
-# *spill* other values to memory at each tile instead. So the kernel hides from it that these addresses stay what they
+# With head dimension 128 the sums fill more than half of the registers that a consumer's threads have. By itself, the
+# compiler computes the addresses of :math:`K` and :math:`V` once, before the walk, keeps them in registers, and
+# *spills* other values to memory at each tile instead. So the kernel hides from it that these addresses stay what they
 # are. To compute them again for each tile takes less time than the way to memory.
 #
 # Without a mask all tiles of keys take the same time, and the last round of them is rarely a full one. In the sweeps

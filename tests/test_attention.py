@@ -312,7 +312,7 @@ def test_each_part_of_a_key_tile_is_an_item_of_one_program(lower, upper, n_parts
     rest = (n_parts, lower, upper, 2, n_programs, torch.device("cpu"))
     schedule = backward._schedule_for(n_heads, n_kv_tiles, n_q_tiles, *rest)
     assert schedule.shape[0] == n_programs and bool((schedule[:, -1] < 0).all())
-    programs = [[divmod(entry, 4096) for entry in row if entry >= 0] for row in schedule.tolist()]
+    programs = [[divmod(entry, backward.MAX_TILES.value) for entry in row if entry >= 0] for row in schedule.tolist()]
     found = [item for items in programs for item in items]
     assert sorted(found) == [(head, item) for head in range(n_heads) for item in range(n_kv_tiles * n_parts)]
 
@@ -331,7 +331,7 @@ def test_key_tiles_without_limits_or_beyond_the_schedules_numbers_are_taken_in_t
     backward = importlib.import_module("triton_gallery.hopper.attention_backward")
     rest = (2, 132, torch.device("cpu"))
     assert backward._schedule_for(7, 9, 18, 1, None, None, *rest) is None
-    assert backward._schedule_for(7, 4097, 18, 1, None, 0, *rest) is None
+    assert backward._schedule_for(7, backward.MAX_TILES.value + 1, 18, 1, None, 0, *rest) is None
 
 
 @pytest.mark.parametrize("n_kv_tiles", [(8, 8), (2, 1)], ids=["equal", "unequal"])
