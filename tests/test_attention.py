@@ -312,7 +312,8 @@ def test_each_part_of_a_key_tile_is_an_item_of_one_program(lower, upper, n_parts
     rest = (n_parts, lower, upper, 2, n_programs, torch.device("cpu"))
     schedule = backward._schedule_for(n_heads, n_kv_tiles, n_q_tiles, *rest)
     assert schedule.shape[0] == n_programs and bool((schedule[:, -1] < 0).all())
-    programs = [[divmod(entry, backward.MAX_TILES.value) for entry in row if entry >= 0] for row in schedule.tolist()]
+    stride = backward.MAX_TILES.value
+    programs = [[divmod(entry, stride) for entry in row if entry >= 0] for row in schedule.tolist()]
     found = [item for items in programs for item in items]
     assert sorted(found) == [(head, item) for head in range(n_heads) for item in range(n_kv_tiles * n_parts)]
 
