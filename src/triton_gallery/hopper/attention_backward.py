@@ -679,7 +679,7 @@ def _shares(
         n_limits: with one of the two, a tile meets half as many on average, and short tiles come last.
     """
     n_shared = n_tiles if n_tiles <= n_processors else n_tiles % n_processors if n_limits == 0 else 0
-    # A few tiles at the end were not worth dividing when every tile had a program of its own, which the hardware started
+    # A few tiles at the end were not worth dividing when each tile had a program of its own, which the hardware started
     # wherever there was room. Now they are their programs' last items; that has not been measured.
     if n_shared < min(n_tiles, n_processors // 4):
         return n_tiles, 1
