@@ -123,7 +123,7 @@ CALLS = [
 attention_module = importlib.import_module("triton_gallery.attention")
 empty_as = attention_module._empty_as
 attention_module._empty_as = lambda *args: empty_as(*args).zero_()
-for name in ("attention_forward", "attention_backward", "attention_backward_heads"):
+for name in ("attention_forward", "attention_backward", "attention_heads_backward"):
     if (module := tg.hopper.load(name)) is not None:
         module.padded = lambda x: _launch.padded(x).zero_()
 if (plan := tg.hopper.load("matmul_plan")) is not None:

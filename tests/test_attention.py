@@ -300,8 +300,8 @@ def test_equal_tiles_are_taken_in_turn():
     """The schedule of equal tiles, which is made at once, is that of any tiles."""
     forward = importlib.import_module("triton_gallery.hopper.attention_forward")
     for n_tiles, n_heads, n_programs in ((1, 7, 3), (3, 10, 30), (4, 33, 8), (2, 66, 132)):
-        in_turn = forward._in_turn(n_tiles, n_heads, n_programs)
-        assert torch.equal(in_turn, forward._longest_first([8] * n_tiles, n_heads, 4, n_programs))
+        in_turn = forward._in_turn(n_tiles, n_heads, n_programs, 9)
+        assert torch.equal(in_turn, forward._longest_first([8] * n_tiles, n_heads, 4, n_programs, 9))
 
 
 @pytest.mark.parametrize("n_parts", [1, 3])
@@ -312,35 +312,32 @@ def test_each_part_of_a_key_tile_is_an_item_of_one_program(lower, upper, n_parts
     rest = (n_parts, lower, upper, 2, n_programs, torch.device("cpu"))
     schedule = backward._schedule_for(n_heads, n_kv_tiles, n_q_tiles, *rest)
     assert schedule.shape[0] == n_programs and bool((schedule[:, -1] < 0).all())
-    stride = backward.MAX_TILES.value
-    programs = [[divmod(entry, stride) for entry in row if entry >= 0] for row in schedule.tolist()]
+    programs = [[item for item in row if item >= 0] for row in schedule.tolist()]
     found = [item for items in programs for item in items]
-    assert sorted(found) == [(head, item) for head in range(n_heads) for item in range(n_kv_tiles * n_parts)]
+    assert sorted(found) == list(range(n_heads * n_kv_tiles * n_parts))
 
     def n_pairs(item):
         """How many pairs of a query tile and this key tile have one that is allowed; a part has its share of them."""
-        key = item // n_parts * 128
+        key = item // n_parts % n_kv_tiles * 128
         distances = [(key - 64 * tile - 63, key + 127 - 64 * tile) for tile in range(n_q_tiles)]
         n = sum((lower is None or b >= lower) and (upper is None or a <= upper) for a, b in distances)
         return (item % n_parts + 1) * n // n_parts - item % n_parts * n // n_parts
 
-    loads = [sum(n_pairs(item) for _, item in items) for items in programs]
-    assert max(loads) - min(loads) <= max(map(n_pairs, range(n_kv_tiles * n_parts)))
+    loads = [sum(map(n_pairs, items)) for items in programs]
+    assert max(loads) - min(loads) <= max(map(n_pairs, found))
 
 
-def test_key_tiles_without_limits_or_beyond_the_schedules_numbers_are_taken_in_turn():
+def test_key_tiles_without_limits_are_taken_in_turn():
     backward = importlib.import_module("triton_gallery.hopper.attention_backward")
-    rest = (2, 132, torch.device("cpu"))
-    assert backward._schedule_for(7, 9, 18, 1, None, None, *rest) is None
-    assert backward._schedule_for(7, backward.MAX_TILES.value + 1, 18, 1, None, 0, *rest) is None
+    assert backward._schedule_for(7, 9, 18, 1, None, None, 2, 132, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("n_kv_tiles", [(8, 8), (2, 1)], ids=["equal", "unequal"])
 def test_a_schedule_is_made_on_the_host(n_kv_tiles):
     forward = importlib.import_module("triton_gallery.hopper.attention_forward")
     with torch.device("meta"):
-        schedule = forward._schedule.__wrapped__(n_kv_tiles, 2, 1, 4, torch.device("cpu"))
-    assert sorted(schedule.flatten().tolist())[-4:] == [0, 1, forward.MAX_TILES.value, forward.MAX_TILES.value + 1]
+        schedule = forward.schedule.__wrapped__(n_kv_tiles, 2, 1, 4, 10, torch.device("cpu"))
+    assert sorted(schedule.flatten().tolist())[-4:] == [0, 1, 10, 11]
 
 
 @MASK
@@ -384,7 +381,7 @@ def test_short_sequences(seq_q, seq_k, group, head_dims, mask, device, monkeypat
     ids=str,
 )
 def test_programs_for_hopper_that_own_all_keys_of_a_head(seq_q, seq_k, head_dim, mask, device, monkeypatch):
-    launches = observed_launches(hopper.load("attention_backward_heads"), monkeypatch)
+    launches = observed_launches(hopper.load("attention_heads_backward"), monkeypatch)
     # Two or three heads for each multiprocessor of an H200; their rows lie between those of other heads.
     q, k, v = (torch.randn(25, n, 12, head_dim, device=device).half().transpose(1, 2) for n in (seq_q, seq_k, seq_k))
     dout = torch.randn(25, 12, seq_q, head_dim, device=device).half()
@@ -398,7 +395,7 @@ def test_programs_for_hopper_that_own_all_keys_of_a_head(seq_q, seq_k, head_dim,
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("seq_len", [70, 200])
 def test_programs_for_hopper_keep_heads_and_keys_apart(seq_len, value, device, monkeypatch):
-    launches = observed_launches(hopper.load("attention_backward_heads"), monkeypatch)
+    launches = observed_launches(hopper.load("attention_heads_backward"), monkeypatch)
     q, k, v = inputs((300, 1, seq_len - 6, 64), (300, 1, seq_len, 64), torch.float16, device)
     dout = torch.randn_like(q)
     call = functools.partial(tg.attention, is_causal=True)

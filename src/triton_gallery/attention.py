@@ -1175,7 +1175,7 @@ def _attention_bwd(
     dlse = None if dlse is None else dlse.contiguous()
     short = _short_config(q, k, v)
     fits_hopper = _fits_hopper(q, k, v, scale, lower, upper) and max(head_dim, head_dim_v) > 16
-    heads = hopper.load("attention_backward_heads") if fits_hopper else None
+    heads = hopper.load("attention_heads_backward") if fits_hopper else None
     if heads is not None and heads.supports(dlse, q, k, v, out):
         # In tiles of 64 rows and columns: of fewer, the kernel in ``tl`` computes less that is zero.
         if short is None or seq_k > (48 if max(head_dim, head_dim_v) > 32 else 64):

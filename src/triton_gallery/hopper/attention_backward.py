@@ -40,7 +40,7 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .attention_forward import LOG2_E, MAX_TILES, _schedule
+from .attention_forward import LOG2_E, schedule
 from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_dkdv, fill_dq, heads_of_section
 from .attention_rows import (
     allocate,
@@ -78,15 +78,14 @@ def _query_tiles(kv_tile, n_q_tiles, lower, upper, HAS_LOWER: gl.constexpr, HAS_
 
 
 @gluon.jit
-def _item(n_done, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE: gl.constexpr):
+def _item(n_done, schedule_ptr, schedule_width, n_items, HAS_LIMIT: gl.constexpr):
     """The number of the item that this program does after n_done others; negative after its last.
 
-    An item is a key tile of a head, or a part of one: of head after head, and there of tile after tile. (A schedule is
-    for limits, under which all tiles of keys are shared or none.) Without one, programs take the items in turn.
+    An item is a key tile of a head, or a part of one: of head after head, and there of tile after tile. Without limits
+    all are about equal, and programs take them in turn. (With them, all key tiles are shared, or none.)
     """
-    if HAS_SCHEDULE:
-        entry = gl.load(schedule_ptr + gl.program_id(0) * schedule_width + n_done)
-        item = gl.where(entry < 0, -1, entry // MAX_TILES * items_per_head + entry % MAX_TILES)
+    if HAS_LIMIT:
+        item = gl.load(schedule_ptr + gl.program_id(0) * schedule_width + n_done)
     else:
         item = gl.program_id(0) + n_done * gl.num_programs(0)
         item = gl.where(item < n_items, item, -1)
@@ -129,19 +128,18 @@ def _bwd_producer(
     q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
     kv_full, kv_empty, q_full, dout_full, q_empty, schedule_ptr, schedule_width, n_items, n_kv_tiles, n_q_tiles,
     n_heads, group_size, n_whole, n_parts, lower, upper,
-    HAS_SCHEDULE: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copies K and V of one item after another, and for each Q, dO and the row statistics of its query tiles."""
     STAGES: gl.constexpr = q_full.shape[0]
     KV_STAGES: gl.constexpr = kv_full.shape[0]
     HAS_LIMIT: gl.constexpr = HAS_LOWER or HAS_UPPER
     n_kv_heads = n_heads // group_size
-    items_per_head = n_kv_tiles * n_parts
     step = 0
     n_done = 0
-    item = _item(0, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE)
+    item = _item(0, schedule_ptr, schedule_width, n_items, HAS_LIMIT)
     while item >= 0:
-        next_item = _item(n_done + 1, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE)
+        next_item = _item(n_done + 1, schedule_ptr, schedule_width, n_items, HAS_LIMIT)
         kv_tile, kv_head, first, _, begin, end = _work(
             item, n_kv_tiles, n_q_tiles, n_whole, n_parts, lower, upper, HAS_LOWER, HAS_UPPER, HAS_PARTS
         )
@@ -184,6 +182,16 @@ def _fits_registers(block_d, block_dv, has_dq):
     return block_d == 64 and block_dv == 64 and has_dq
 
 
+@gluon.constexpr_function
+def _begins_early(block_d, block_dv, has_limit):
+    """Whether dQ of a tile is better computed under the next one's softmax than under its dK.
+
+    Measured; with 128 columns there are no registers for it.
+    """
+    width = max(block_d, block_dv)
+    return width < 128 and not (width == 64 and has_limit)
+
+
 @gluon.jit
 def _own_rows(smem, kv_stage, WIDTH: gl.constexpr, CONSUMER: gl.constexpr):
     """This consumer's half of the keys or values."""
@@ -215,13 +223,13 @@ def _start_dq(step, row, k_smem, ds_smem, ds_full, kv_stage, CONSUMER: gl.conste
 
 
 @gluon.jit
-def _add_dq(dq, step, row, dq_smem, dq_desc, ds_empty, K_COLUMNS: gl.constexpr, CONSUMER: gl.constexpr):
+def _add_dq(dq, step, row, dq_smem, dq_desc, ds_empty, CONSUMER: gl.constexpr):
     """Add this half of dQ to the float32 sums from `row` on, unless that is negative, and hand dS back."""
     store_wait(0)
     dq_smem.permute((1, 0)).store(dq)
     fence_async_shared()
     if row >= 0:
-        if K_COLUMNS == 128:
+        if dq.shape[1] == 64:
             reduce_add(dq_desc, [row, CONSUMER * 64], dq_smem)
         else:
             reduce_add(dq_desc, [row + CONSUMER * 32, 0], dq_smem)
@@ -233,7 +241,7 @@ def _bwd_step(
     step, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, head, kv_tile, q_tile, n_q_tiles, seq_kv, lower, upper,
     scale, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr, DQ_FIRST: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_DQ: gl.constexpr, DQ_FIRST: gl.constexpr,
     MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr, EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -246,6 +254,7 @@ def _bwd_step(
     dtype: gl.constexpr = q_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    STAGES: gl.constexpr = q_full.shape[0]
     N_DQ_FIRST: gl.constexpr = 1 if DQ_FIRST else 0
     stage = step % STAGES
     q = parts(q_smem, stage, BLOCK_D, 1)
@@ -292,7 +301,7 @@ def _bwd_step(
         if not DQ_FIRST:
             dv = wait_sums(dv_tokens, 1 + len(dk))
         dq = warpgroup_mma_wait(len(dk) + (len(dv) if DQ_FIRST else 0), deps=(dq_token,)) * scale
-        _add_dq(dq, step - 1, row, dq_smem, dq_desc, ds_empty, k_smem.shape[4], CONSUMER)
+        _add_dq(dq, step - 1, row, dq_smem, dq_desc, ds_empty, CONSUMER)
         row = (head * n_q_tiles + q_tile) * 64
     if DQ_FIRST or not HAS_DQ:
         dv = wait_sums(dv_tokens, len(dk))
@@ -306,9 +315,9 @@ def _bwd_head(
     step, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_smem, dq_desc,
     q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, head, kv_tile, first, n, begin, end, n_q_tiles, seq_kv,
     lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_DQ: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr, DIAGONAL_FIRST: gl.constexpr,
-    EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_DQ: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_Q: gl.constexpr,
+    EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Of the n query tiles of one head, which begin with the first, those from `begin` to `end`.
 
@@ -329,15 +338,14 @@ def _bwd_head(
         full_end = gl.minimum(gl.maximum(full_end, begin), end)
     bounds = (begin, full_begin, full_end, end)
     HAS_LIMIT: gl.constexpr = HAS_LOWER or HAS_UPPER
-    # Measured: at head_dim 64 without masks, dQ is better under the softmax than under dK.
-    DQ_FIRST: gl.constexpr = _fits_registers(BLOCK_D, BLOCK_DV, HAS_DQ) and not HAS_LIMIT
+    DQ_FIRST: gl.constexpr = HAS_DQ and _begins_early(BLOCK_D, BLOCK_DV, HAS_LIMIT)
     for part in gl.static_range(0 if HAS_UPPER else 1, 3 if HAS_LOWER else 2):
         for i in range(bounds[part], bounds[part + 1]):
             row, dk, dv = _bwd_step(
                 step + i - begin, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem,
                 dq_smem, dq_desc, q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, head, kv_tile,
                 _wrapped(first + i, n_q_tiles, HAS_LIMIT), n_q_tiles, seq_kv, lower, upper, scale, scale_log2,
-                BLOCK_D, BLOCK_DV, STAGES, HAS_DQ, DQ_FIRST, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
+                BLOCK_D, BLOCK_DV, HAS_DQ, DQ_FIRST, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
                 EVEN_Q, EVEN_KV, CONSUMER,
             )  # fmt: skip
     return step + end - begin, row, dk, dv
@@ -376,21 +384,19 @@ def _bwd_consumer(
     dk_desc, dv_desc, dq_desc, part_ptr, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
     kv_full, kv_empty, q_full, dout_full, q_empty, ds_full, ds_empty, schedule_ptr, schedule_width, n_items,
     n_kv_tiles, n_q_tiles, n_heads, group_size, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, HAS_SCHEDULE: gl.constexpr,
-    IS_GROUPED: gl.constexpr, HAS_DQ: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    HAS_PARTS: gl.constexpr, DIAGONAL_FIRST: gl.constexpr, EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, IS_GROUPED: gl.constexpr, HAS_DQ: gl.constexpr,
+    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, HAS_PARTS: gl.constexpr, DIAGONAL_FIRST: gl.constexpr,
+    EVEN_Q: gl.constexpr, EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 keys of each item: keeps their dK and dV in registers while the query tiles of each head pass by."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     KV_STAGES: gl.constexpr = kv_full.shape[0]
-    K_COLUMNS: gl.constexpr = k_smem.shape[4]
-    items_per_head = n_kv_tiles * n_parts
+    HAS_LIMIT: gl.constexpr = HAS_LOWER or HAS_UPPER
     n_kv_heads = n_heads // group_size
     dq_own = dq_smem.index(CONSUMER)
     step = 0
     n_done = 0
-    item = _item(0, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE)
+    item = _item(0, schedule_ptr, schedule_width, n_items, HAS_LIMIT)
     while item >= 0:
         kv_tile, kv_head, first, n, begin, end = _work(
             item, n_kv_tiles, n_q_tiles, n_whole, n_parts, lower, upper, HAS_LOWER, HAS_UPPER, HAS_PARTS
@@ -413,20 +419,20 @@ def _bwd_consumer(
                 step, row, dk, dv = _bwd_head(
                     step, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own,
                     dq_desc, q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, head, kv_tile, first, n, begin,
-                    end, n_q_tiles, seq_kv, lower, upper, scale, scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ,
-                    HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
+                    end, n_q_tiles, seq_kv, lower, upper, scale, scale_log2, BLOCK_D, BLOCK_DV, HAS_DQ, HAS_LOWER,
+                    HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
                 )  # fmt: skip
         else:
             step, row, dk, dv = _bwd_head(
                 step, row, dk, dv, k_own, v_own, k_smem, v_smem, q_smem, dout_smem, stats_smem, ds_smem, dq_own,
                 dq_desc, q_full, dout_full, q_empty, ds_full, ds_empty, kv_stage, kv_head, kv_tile, first, n, begin,
-                end, n_q_tiles, seq_kv, lower, upper, scale, scale_log2, BLOCK_D, BLOCK_DV, STAGES, HAS_DQ,
-                HAS_LOWER, HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
+                end, n_q_tiles, seq_kv, lower, upper, scale, scale_log2, BLOCK_D, BLOCK_DV, HAS_DQ, HAS_LOWER,
+                HAS_UPPER, HAS_PARTS, DIAGONAL_FIRST, EVEN_Q, EVEN_KV, CONSUMER,
             )  # fmt: skip
         if HAS_DQ:
             dq_token = _start_dq(step - 1, row, k_smem, ds_smem, ds_full, kv_stage, CONSUMER)
             dq = warpgroup_mma_wait(0, deps=(dq_token,)) * scale
-            _add_dq(dq, step - 1, row, dq_own, dq_desc, ds_empty, K_COLUMNS, CONSUMER)
+            _add_dq(dq, step - 1, row, dq_own, dq_desc, ds_empty, CONSUMER)
         mbarrier.arrive(kv_empty.index(kv_stage), count=1)
         store_wait(0)
         meet()  # both consumers are past their last read of dS, and their last dQ has left
@@ -443,7 +449,7 @@ def _bwd_consumer(
         else:
             _store_gradients(dk_desc, dv_desc, place, ds_smem, dq_smem, dk, dv, BLOCK_D, BLOCK_DV, CONSUMER)
         n_done += 1
-        item = _item(n_done, schedule_ptr, schedule_width, n_items, items_per_head, HAS_SCHEDULE)
+        item = _item(n_done, schedule_ptr, schedule_width, n_items, HAS_LIMIT)
     store_wait(0)
 
 
@@ -463,7 +469,7 @@ def _attention_bwd_hopper_kernel(
     dv_desc,  # (batch, n_kv_heads, seq_kv, head_dim_v)
     dq_desc,  # (batch * n_heads * n_q_tiles * 64, 64 or 128), float32, zero at the start
     part_ptr,  # (items beyond n_whole, 128, BLOCK_D + BLOCK_DV), float32: dK and dV of their parts
-    schedule_ptr,  # (programs, schedule_width), int32: items as head * MAX_TILES + number in it, -1 after the last
+    schedule_ptr,  # (programs, schedule_width), int32, with limits: the items of each program, -1 after its last
     schedule_width,
     n_items,
     n_kv_tiles,
@@ -481,7 +487,6 @@ def _attention_bwd_hopper_kernel(
     BLOCK_DV: gl.constexpr,  # of v and dO; each is one of WIDTHS up to 128
     STAGES: gl.constexpr,  # of query tiles
     KV_STAGES: gl.constexpr,  # of key tiles
-    HAS_SCHEDULE: gl.constexpr,  # otherwise programs take the items in turn
     IS_GROUPED: gl.constexpr,  # several query heads share a head of keys
     HAS_DQ: gl.constexpr,  # otherwise dq_desc is not used
     HAS_LOWER: gl.constexpr,
@@ -524,18 +529,18 @@ def _attention_bwd_hopper_kernel(
         (_bwd_producer, (
             q_desc, dout_desc, k_desc, v_desc, stats_desc, q_smem, dout_smem, k_smem, v_smem, stats_smem,
             kv_full, kv_empty, q_full, dout_full, q_empty, schedule_ptr, schedule_width, n_items, n_kv_tiles, n_q_tiles,
-            n_heads, group_size, n_whole, n_parts, lower, upper, HAS_SCHEDULE, HAS_LOWER, HAS_UPPER, HAS_PARTS)),
+            n_heads, group_size, n_whole, n_parts, lower, upper, HAS_LOWER, HAS_UPPER, HAS_PARTS)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, part_ptr, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             kv_full, kv_empty, q_full, dout_full, q_empty, ds_full, ds_empty, schedule_ptr, schedule_width, n_items,
             n_kv_tiles, n_q_tiles, n_heads, group_size, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, STAGES, HAS_SCHEDULE, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS,
+            BLOCK_D, BLOCK_DV, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS,
             DIAGONAL_FIRST, EVEN_Q, EVEN_KV, 0)),
         (_bwd_consumer, (
             dk_desc, dv_desc, dq_desc, part_ptr, q_smem, dout_smem, k_smem, v_smem, stats_smem, ds_smem, dq_smem,
             kv_full, kv_empty, q_full, dout_full, q_empty, ds_full, ds_empty, schedule_ptr, schedule_width, n_items,
             n_kv_tiles, n_q_tiles, n_heads, group_size, n_whole, n_parts, seq_kv, lower, upper, scale, scale_log2,
-            BLOCK_D, BLOCK_DV, STAGES, HAS_SCHEDULE, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS,
+            BLOCK_D, BLOCK_DV, IS_GROUPED, HAS_DQ, HAS_LOWER, HAS_UPPER, HAS_PARTS,
             DIAGONAL_FIRST, EVEN_Q, EVEN_KV, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
@@ -700,11 +705,8 @@ def _shares(
 
 
 def _schedule_for(n_kv_heads, n_kv_tiles, n_q_tiles, n_parts, lower, upper, heads_per_section, n_programs, device):
-    """The items of each program, where limits make them unequal; None where programs take them in turn.
-
-    So they do where a head has more items than a number of the schedule can tell, too.
-    """
-    if (lower is None and upper is None) or n_kv_tiles * n_parts > MAX_TILES.value:
+    """The items of each program, where limits make them unequal; None where programs take them in turn."""
+    if lower is None and upper is None:
         return None
     n_steps = []
     for key in range(0, n_kv_tiles * KEYS_PER_PROGRAM, KEYS_PER_PROGRAM):
@@ -712,7 +714,7 @@ def _schedule_for(n_kv_heads, n_kv_tiles, n_q_tiles, n_parts, lower, upper, head
         last = n_q_tiles if lower is None else (key + KEYS_PER_PROGRAM - 1 - lower) // QUERIES_PER_TILE + 1
         n = max(0, min(last, n_q_tiles) - first)
         n_steps += [(i + 1) * n // n_parts - i * n // n_parts for i in range(n_parts)]
-    return table(_schedule(tuple(n_steps), n_kv_heads, heads_per_section, n_programs, device))
+    return table(schedule(tuple(n_steps), n_kv_heads, heads_per_section, n_programs, len(n_steps), device))
 
 
 def backward(
@@ -794,7 +796,7 @@ def backward(
             n_q_tiles, n_heads, n_heads // n_kv_heads, n_whole, n_parts, seq_kv, max(lower or 0, -seq_q),
             min(upper or 0, seq_kv), scale, scale * LOG2_E,
             BLOCK_D=width, BLOCK_DV=width_v, STAGES=3 if is_narrow else 2, KV_STAGES=2 if is_narrow and sums_dq else 1,
-            HAS_SCHEDULE=items is not None, IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
+            IS_GROUPED=n_heads > n_kv_heads, HAS_DQ=sums_dq,
             HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, HAS_PARTS=n_shared > 0,
             DIAGONAL_FIRST=upper == 0 and seq_kv <= seq_q, EVEN_Q=seq_q % (2 * QUERIES_PER_TILE) == 0,
             EVEN_KV=seq_kv % KEYS_PER_PROGRAM == 0, num_warps=4, launch_pdl=True,

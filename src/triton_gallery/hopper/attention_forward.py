@@ -109,16 +109,16 @@ def _suits_one_consumer(q, v, is_causal):
     return suits
 
 
-def _in_turn(n_tiles, n_heads, n_programs):
+def _in_turn(n_tiles, n_heads, n_programs, head_stride):
     """The schedule of equal tiles: each program takes the next one."""
     heads, tiles = (torch.arange(n, device="cpu") for n in (n_heads, n_tiles))
-    tiles = heads[:, None] * MAX_TILES.value + tiles
+    tiles = heads[:, None] * head_stride + tiles
     rounds = cdiv(tiles.numel(), n_programs) + 1
     padded_tiles = torch.nn.functional.pad(tiles.flatten(), (0, rounds * n_programs - tiles.numel()), value=-1)
     return padded_tiles.view(rounds, n_programs).T.to(torch.int32).contiguous()
 
 
-def _longest_first(n_kv_tiles, n_heads, heads_in_flight, n_programs):
+def _longest_first(n_steps, n_heads, heads_in_flight, n_programs, head_stride):
     """The schedule of unequal tiles: within a group of heads the longest go first, each to the program free first.
 
     Without this, a causal mask leaves a quarter of the machine idle.
@@ -127,34 +127,42 @@ def _longest_first(n_kv_tiles, n_heads, heads_in_flight, n_programs):
     free_at = [(0.0, program) for program in range(n_programs)]
     for first in range(0, n_heads, heads_in_flight):
         heads = range(first, min(n_heads, first + heads_in_flight))
-        tiles = [(tile, head) for head in heads for tile in range(len(n_kv_tiles))]
-        for tile, head in sorted(tiles, key=lambda entry: -n_kv_tiles[entry[0]]):
+        tiles = [(tile, head) for head in heads for tile in range(len(n_steps))]
+        for tile, head in sorted(tiles, key=lambda entry: -n_steps[entry[0]]):
             time, program = heapq.heappop(free_at)
-            lists[program].append(head * MAX_TILES.value + tile)
+            lists[program].append(head * head_stride + tile)
             # 0.6 of a step is what starting and ending a tile costs.
-            heapq.heappush(free_at, (time + n_kv_tiles[tile] + 0.6, program))
+            heapq.heappush(free_at, (time + n_steps[tile] + 0.6, program))
     width = max(map(len, lists)) + 1
     rows = [tiles + [-1] * (width - len(tiles)) for tiles in lists]
     return torch.tensor(rows, dtype=torch.int32, device="cpu")
 
 
 @functools.cache  # of any size: a CUDA graph may hold the address of any of them
-def _schedule(n_kv_tiles, n_heads, heads_in_flight, n_programs, device):
-    """An int32 table (programs, width): the tiles of each program, −1 after the last.
+def schedule(
+    n_steps: tuple[float, ...],
+    n_heads: int,
+    heads_in_flight: int,
+    n_programs: int,
+    head_stride: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """An int32 table (programs, width): the tiles of each program as head * head_stride + tile, −1 after the last.
 
     Args:
-        n_kv_tiles: how long each query tile of a head takes: as so many key tiles.
-        heads_in_flight: of how many heads K and V stay in L2; where tiles are unequal, a group of these ends first.
+        n_steps: how long each tile of a head takes: as so many tiles of the other side.
+        heads_in_flight: of how many heads the other side stays in L2; where tiles are unequal, a group of these ends
+            first.
     """
-    n_tiles = len(n_kv_tiles)
+    n_tiles = len(n_steps)
     n_programs = min(n_programs, n_tiles * n_heads)
-    if min(n_kv_tiles) == max(n_kv_tiles):
-        schedule = _in_turn(n_tiles, n_heads, n_programs)
+    if min(n_steps) == max(n_steps):
+        entries = _in_turn(n_tiles, n_heads, n_programs, head_stride)
     else:
-        schedule = _longest_first(n_kv_tiles, n_heads, heads_in_flight, n_programs)
+        entries = _longest_first(n_steps, n_heads, heads_in_flight, n_programs, head_stride)
     # torch.compile, when it prepares a CUDA graph, takes what its thread allocates for a part of the graph.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(schedule.to, device).result()
+        return thread.submit(entries.to, device).result()
 
 
 def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged, head_dim, n_programs, device):
@@ -172,7 +180,7 @@ def _schedule_for(n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged
     heads_in_flight = 1
     while heads_in_flight < 64 and heads_in_flight * 2 * seq_kv * head_dim * 4 <= L2_BYTES:
         heads_in_flight *= 2
-    return table(_schedule(tuple(n_kv_tiles), n_heads, heads_in_flight, n_programs, device))
+    return table(schedule(tuple(n_kv_tiles), n_heads, heads_in_flight, n_programs, MAX_TILES.value, device))
 
 
 @gluon.jit
@@ -354,6 +362,8 @@ def _fwd_consumer(
     Q_STAGES: gl.constexpr = q_full.shape[0] // NUM_CONSUMERS
     OUT_STAGES: gl.constexpr = Q_STAGES if OUT_IN_Q else 1
     OUT_PIECES: gl.constexpr = out_smem.shape[0] // (OUT_STAGES * NUM_CONSUMERS)
+    # Measured: up to a twentieth quicker. Three consumers have no registers for it; with wider rows it gained nothing.
+    Q_IN_REGISTERS: gl.constexpr = max(BLOCK_D, BLOCK_DV) == 64 and NUM_CONSUMERS < 3
     step = 0
     n_done = 0
     if NUM_CONSUMERS > 1 and CONSUMER == NUM_CONSUMERS - 1:
@@ -375,6 +385,8 @@ def _fwd_consumer(
         q_place = n_done % Q_STAGES * NUM_CONSUMERS + CONSUMER
         q = parts(q_smem, q_place, BLOCK_D, num_pieces(BLOCK_D))
         mbarrier.wait(q_full.index(q_place), phase(n_done, Q_STAGES))
+        if Q_IN_REGISTERS:
+            q = (q[0].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
         if HANDS_BACK:
             # Key tiles that this consumer does not need are handed back unused: those that lie wholly above its rows,
             # or, where it has no rows because the queries have come to their end, all but one.
@@ -707,7 +719,7 @@ def forward(
     # Of many key tiles, a consumer alone takes as long as three.
     is_ragged = n_consumers == 3 and not is_causal and 0 < seq_q % rows <= rows - CONSUMER_ROWS and seq_kv <= 1536
     hands_back = block_n % rows != 0 if is_causal else is_ragged or seq_q <= CONSUMER_ROWS < rows
-    schedule = _schedule_for(
+    tiles = _schedule_for(
         batch * n_heads, rows, seq_q, seq_kv, lower, upper, block_n, is_ragged, q.shape[-1], n_programs, q.device
     )
     target = out if tma_can_address(out) else padded(out)
@@ -717,13 +729,13 @@ def forward(
         split_lse = scratch((batch, n_heads, seq_q, n_splits), torch.float32, q.device)
     launch(
         _attention_fwd_hopper_kernel,
-        (schedule.shape[0] * n_splits,),
+        (tiles.shape[0] * n_splits,),
         descriptor(q, [1, 1, CONSUMER_ROWS, piece_width(width)]),
         descriptor(k, [1, 1, block_n, piece_width(width)]),
         descriptor(v, [1, 1, block_n, piece_width(width_v)]),
         descriptor(target, [1, 1, CONSUMER_ROWS, piece_width(width if out_in_q else width_v)]),
-        split_lse, split_out, schedule, seq_q, seq_kv, lower, upper, n_heads, n_heads // n_kv_heads, n_splits,
-        schedule.shape[1], scale * LOG2_E,
+        split_lse, split_out, tiles, seq_q, seq_kv, lower, upper, n_heads, n_heads // n_kv_heads, n_splits,
+        tiles.shape[1], scale * LOG2_E,
         BLOCK_M=CONSUMER_ROWS, BLOCK_N=block_n, BLOCK_D=width, BLOCK_DV=width_v, NUM_CONSUMERS=n_consumers, STAGES=2,
         Q_STAGES=q_stages, OUT_IN_Q=out_in_q, IS_CAUSAL=is_causal, IS_BAND=is_band,
         HANDS_BACK=hands_back, DIAGONAL_FIRST=diagonal_first, EVEN_KV=even_kv, IS_SPLIT=n_splits > 1,

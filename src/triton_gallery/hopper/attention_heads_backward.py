@@ -16,7 +16,7 @@ from ._gluon import (
     gl,
     gluon,
     mbarrier,
-    named_barrier,
+    meet,
     phase,
     store_wait,
     tma_can_address,
@@ -24,7 +24,7 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from .attention_forward import LOG2_E
-from .attention_rows import row_width
+from .attention_rows import row_width, start_scores, start_sums, wait_sums, zero_sums
 
 _SIDE = gl.constexpr(64)  # rows and columns of all tiles
 _SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of a tile in registers
@@ -32,19 +32,8 @@ _PAIR_KEYS = 128  # of two key tiles
 
 
 @gluon.jit
-def _meet():
-    """Both consumers wait for each other."""
-    named_barrier("barrier.sync", "9")
-
-
-@gluon.jit
 def _tile(smem, i):
     return smem.index(i).reshape((_SIDE, _SIDE))
-
-
-@gluon.jit
-def _zeros():
-    return gl.zeros([_SIDE, _SIDE], gl.float32, _SQUARE)
 
 
 @gluon.jit
@@ -122,19 +111,6 @@ def _probabilities(
 
 
 @gluon.jit
-def _start_scores(x, y):
-    """Start x yᵀ, of two tiles in shared memory."""
-    return warpgroup_mma(x, y.permute((1, 0)), _zeros(), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _start_sum(x, y, total):
-    """Start total += x y; x is in registers."""
-    left = gl.convert_layout(x, gl.DotOperandLayout(0, _SQUARE, 2))
-    return warpgroup_mma(left, y, total, is_async=True)
-
-
-@gluon.jit
 def _heads_step(
     dk, dv, lse, q, out, dout, k_own, v_own, k_smem, stats_smem, ds_smem, dq_smem, dq_sums, first_kv, first_ds,
     stats_place, dq_desc, b, h, q_tile, seq_kv, lower, upper, scale, scale_log2, HAS_LOWER: gl.constexpr,
@@ -149,21 +125,21 @@ def _heads_step(
     COLS: gl.constexpr = gl.SliceLayout(0, _SQUARE)
     lse_log2 = stats_smem.index(stats_place)
     delta = stats_smem.index(stats_place + 1)
-    s_token = _start_scores(k_own, q)
+    s_token = start_scores((k_own,), (q,))
     if PAIR == 0:
         _store_statistics(lse, out, dout, lse_log2, delta)
-    dp_token = _start_scores(v_own, dout)
+    dp_token = start_scores((v_own,), (dout,))
     s = warpgroup_mma_wait(1, deps=(s_token,))
     p = _probabilities(
         s, lse_log2.load(COLS), (2 * PAIR + CONSUMER) * _SIDE, q_tile * _SIDE, seq_kv, lower, upper, scale_log2,
         HAS_LOWER, HAS_UPPER,
     )  # fmt: skip
-    dv_token = _start_sum(p.to(dtype), dout, dv)
+    dv_tokens = start_sums(p.to(dtype), (dout,), dv)
     dp = warpgroup_mma_wait(1, deps=(dp_token,))
     ds = (p * (dp - delta.load(COLS)[None, :])).to(dtype)
     _tile(ds_smem, first_ds + CONSUMER).store(ds)
     fence_async_shared()
-    _meet()
+    meet()
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     if PAIR == 0:
         dq = gl.zeros([_SIDE, 32], gl.float32, DQ_LAYOUT)
@@ -174,8 +150,9 @@ def _heads_step(
         dq = warpgroup_mma(
             _tile(ds_smem, first_ds + i).permute((1, 0)), k_half, dq, use_acc=PAIR > 0 or i > 0, is_async=True
         )
-    dk_token = _start_sum(ds, q, dk)
-    dv, dq = warpgroup_mma_wait(1, deps=(dv_token, dq))
+    dk_tokens = start_sums(ds, (q,), dk)
+    dv = wait_sums(dv_tokens, 1)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
     if IS_LAST:
         store_wait(0)  # the last step's dQ has left
         dq_smem.index(CONSUMER).reshape((_SIDE, 32)).store((dq * scale).to(dtype))
@@ -183,8 +160,7 @@ def _heads_step(
         async_store(dq_desc, [b, h, q_tile * _SIDE, CONSUMER * 32], dq_smem.index(CONSUMER))
     else:
         dq_sums.index(2 * q_tile + CONSUMER).store(dq)
-    dk = warpgroup_mma_wait(0, deps=(dk_token,))
-    return dk, dv
+    return wait_sums(dk_tokens, 0), dv
 
 
 @gluon.jit
@@ -205,8 +181,8 @@ def _heads_consumer(
         for pair in gl.static_range(PAIRS):
             kv_stage = kv_step % 2
             first_kv = 2 * kv_stage
-            dk = _zeros()
-            dv = _zeros()
+            dk = zero_sums(_SIDE, _SIDE)
+            dv = zero_sums(_SIDE, _SIDE)
             mbarrier.wait(kv_full.index(kv_stage), phase(kv_step, 2))
             k_own = _tile(k_smem, first_kv + CONSUMER).load(gl.DotOperandLayout(0, _SQUARE, 2))
             v_own = _tile(v_smem, first_kv + CONSUMER).load(gl.DotOperandLayout(0, _SQUARE, 2))
@@ -230,10 +206,10 @@ def _heads_consumer(
                     mbarrier.arrive(q_empty.index(stage), count=1)
                     step += 1
             # The gradients leave through the place of K and V, after both consumers' last dQ.
-            _meet()
+            meet()
             place = first_kv + CONSUMER
-            _tile(k_smem, place).store((dk * scale).to(k_smem.dtype))
-            _tile(v_smem, place).store(dv.to(v_smem.dtype))
+            _tile(k_smem, place).store((dk[0] * scale).to(k_smem.dtype))
+            _tile(v_smem, place).store(dv[0].to(v_smem.dtype))
             fence_async_shared()
             async_store(dk_desc, [b, h, (2 * pair + CONSUMER) * _SIDE, 0], k_smem.index(place))
             async_store(dv_desc, [b, h, (2 * pair + CONSUMER) * _SIDE, 0], v_smem.index(place))
@@ -355,7 +331,7 @@ def backward(
         (min(batch * n_heads, num_multiprocessors(q.device)),),
         descriptor(q, tile), descriptor(out, tile), descriptor(dout, tile), descriptor(tma_dq, [1, 1, 64, 32]),
         descriptor(k, tile), descriptor(v, tile), descriptor(tma_dk, tile), descriptor(tma_dv, tile), lse,
-        n_heads, batch * n_heads, n_q_tiles, 0 if upper is None else min(n_q_tiles, max(0, (128 - upper) // 64)),
+        n_heads, batch * n_heads, n_q_tiles, 0 if upper is None else min(n_q_tiles, max(0, (_PAIR_KEYS - upper) // 64)),
         seq_q, seq_kv, max(lower or 0, -seq_q), min(upper or 0, seq_kv), scale, scale * LOG2_E,
         PAIRS=pairs, STAGES=4 - pairs,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, num_warps=4,
