@@ -9,6 +9,7 @@
 
 VENV ?= .venv
 PYTHON ?= python3
+$(if $(word 2,$(VENV)),$(error VENV must be a path without spaces, got $(VENV)))
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 # What a command waits for: an installed .venv, or else a look at what the given environment lacks
 INSTALLED := $(if $(filter .venv,$(VENV)),.venv/installed)
@@ -23,10 +24,12 @@ SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 DRAFT = $(SPHINX) -A draft=1
 PUBLISH = $(PY) docs/_ext/publish.py build/html "$(or $(DEST),build/site)" $(if $(VERSION),"$(VERSION)")
 PAGES = $(or $(PAGE),*)
-# What a command waits for that executes one page, where PAGE names none
-WRONG_PAGE := $(if $(PAGE),$(if $(filter $(PAGE),$(basename $(notdir $(wildcard examples/*.py)))),,page-is-missing))
+# Only a name is both: wildcard takes * and ? for patterns, and filter %.
+IS_PAGE := $(and $(wildcard examples/$(PAGE).py),$(filter $(PAGE),$(basename $(notdir $(wildcard examples/*.py)))))
+# What a command waits for that executes one page, where PAGE names none, or several
+WRONG_PAGE := $(if $(PAGE),$(if $(IS_PAGE),$(if $(word 2,$(PAGE)),page-is-missing),page-is-missing))
 # What a command that measures waits for, where PAGE names neither a page nor a chapter
-WRONG_MEASURE := $(if $(filter-out chapter-%,$(PAGE)),$(WRONG_PAGE))
+WRONG_MEASURE := $(if $(filter-out chapter-%,$(PAGE))$(word 2,$(PAGE)),$(WRONG_PAGE))
 MORE_WORKERS := $(or $(WORKERS),auto)
 WORKERS ?= 2
 

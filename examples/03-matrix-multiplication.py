@@ -2,7 +2,7 @@
 Matrix multiplication
 =====================
 
-We multiply matrices tile by tile, choose the order of the tiles, and let the epilogue ride along.
+We multiply matrices tile by tile, choose the order of the tiles, and add a bias and an activation on the way out.
 
 You will learn:
 
@@ -573,8 +573,9 @@ for shape in ((4096, 4096, 4096), (4096, 4096, 512)):
 # Two things are new besides the descriptors. The kernel is *persistent*: we launch as many programs as there are
 # multiprocessors, and each computes one tile after another, so that the start of a tile overlaps the end of the one
 # before. And the epilogue splits the tile into halves: each needs half the shared memory and, with an activation, fewer
-# registers. It runs here, too, with four programs. (Its matrices have three dimensions, the first for a batch, here of
-# one.)
+# registers. (`tl.split` takes a last axis of length 2 apart. So the columns become an axis of two halves, which is
+# then moved to the end.) It runs here, too, with four programs. (Its matrices have three dimensions, the first for a
+# batch, here of one.)
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -901,8 +902,8 @@ report_thin.plot()
 report_thin
 
 # %%
-# The time of a thin product is that of reading its weight. On the right the curves fall, as they must: with some 190
-# rows the intensity passes the ridge, and from there on it is arithmetic that takes the time.
+# The time of a thin product is that of reading its weight. On the right the curves fall, as they must: with not quite
+# 200 rows the intensity passes the ridge, and from there on it is arithmetic that takes the time.
 #
 # We are ahead of torch or about even at
 # all sizes of the sweep, at :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
@@ -1090,7 +1091,7 @@ reports["matmul-long-fp16"]
 
 # %%
 # With :math:`K = 1024` and a small result we are at :measured:`matmul-long-fp16: triton_gallery / torch at 1024`
-# torch's rate, where a third of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
+# torch's rate, where a fraction of a microsecond decides. At 2048, 128 tiles of 64 × 32 still run at once. From 4096 on
 # :math:`K` is cut. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
 # 128, so that fewer parts will do. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` where that
 # begins, at :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, and at
@@ -1243,11 +1244,12 @@ report_drawn
 #
 # Most of the lowest five have tiles for a part of the GPU and much to read, and cuBLAS has a tile that fits. A profiler
 # shows the names of its kernels, which speak of 96 × 256 in two of them and of 64 × 80, 64 × 48 and 224 × 128 in the
-# others. In 4528 × 672 × 12752, the lowest, 96 × 256 makes 126 tiles, which leave only 6 of 132 multiprocessors idle
-# and almost nothing of a tile empty. Ours are 108 of 128 × 256: 24 multiprocessors are idle, and three eighths of every
-# third tile are empty. To cut its :math:`K` at other places, as Stream-K does, so that all multiprocessors have the
-# same to do, made it slower: they are then at different places along :math:`K`, and no longer read what their
-# neighbours have just brought to L2. (That is what we think; no record holds it.)
+# others. (They seem to count the columns of our result first.) In 4528 × 672 × 12752, the lowest, a tile of 256 rows
+# and 96 columns makes 126 tiles, which leave only 6 of 132 multiprocessors idle and almost nothing of a tile empty.
+# Ours are 108 of 128 × 256: 24 multiprocessors are idle, and three eighths of every third tile are empty. To cut its
+# :math:`K` at other places, as Stream-K does, so that all multiprocessors have the same to do, made it slower: they are
+# then at different places along :math:`K`, and no longer read what their neighbours have just brought to L2. (That is
+# what we think; no record holds it.)
 #
 # The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that are multiples of 16.
 # Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin anywhere, and which has
@@ -1429,12 +1431,12 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 #
 # What a step really takes, the multiprocessor's own clock can say. We once let the fifth rung's kernel read it before
 # its loop and behind it, on an H200. A step of the largest tile took the cycles that the matrix unit needs and no more.
-# One of 192 × 128 took a few more, but fewer than our count says for shared memory; one of 128 × 128 a tenth more, and
-# one of 64 × 128 three quarters. What changed from product to product was the length of a cycle: the more
-# multiprocessors are at work, the slower the clock, by about a tenth from 32 of them to 128. So to employ the idle ones
-# gains less than their number says. At 1536³, then in tiles of 192 × 128, the loop took three quarters of the time
-# between a program's first instruction and its last. The rest is the way of the first tile from memory, and that of the
-# result back. (No record holds these.)
+# One of 192 × 128 took a few more, but fewer than our count says for shared memory; one of 128 × 128 took a tenth more
+# than the matrix unit needs, and one of 64 × 128 three quarters more. What changed from product to product was the
+# length of a cycle: the more multiprocessors are at work, the slower the clock, by about a tenth from 32 of them to
+# 128. So to employ the idle ones gains less than their number says. At 1536³, then in tiles of 192 × 128, the loop took
+# three quarters of the time between a program's first instruction and its last. The rest is the way of the first tile
+# from memory, and that of the result back. (No record holds these.)
 #
 # Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
 #

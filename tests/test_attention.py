@@ -1269,11 +1269,15 @@ REFUSED = {
     "enable_gqa of None": (qkv(), {"enable_gqa": None}, TypeError, "enable_gqa must be True or False, got None"),
     "return_lse of int": (qkv(), {"return_lse": 0}, TypeError, "return_lse must be True or False, got 0"),
     "alignment": (qkv(), {"causal_alignment": "left"}, ValueError, "must be 'top-left' or 'bottom-right', got 'left'"),
-    "alignment of numbers": (qkv(), {"causal_alignment": np.ones(2)}, ValueError, r"'bottom-right', got array\(\[1"),
+    "alignment of numbers": (qkv(), {"causal_alignment": np.ones(2)}, ValueError, "'bottom-right', got ndarray"),
     "window of three": (qkv(), {"window": (1, 2, 3)}, TypeError, r"window must be .*pair .*got \(1, 2, 3\)"),
     "window of floats": (qkv(), {"window": 1.0}, TypeError, "window must be a number of keys, .*got 1.0"),
     "window of bool": (qkv(), {"window": (True, 1)}, TypeError, r"window must be .*got \(True, 1\)"),
     "negative window": (qkv(), {"window": (-1, 0)}, ValueError, r"window must not be negative .*got \(-1, 0\)"),
+    "huge window": (qkv(), {"window": -(10**5000)}, ValueError, "window must not be negative .*got an int of 16610 bits"),
+    "a mask in place of is_causal": (
+        (*qkv(), None, 0.0, torch.ones(2, 2)), {}, TypeError, "is_causal must be True or False, got Tensor$"
+    ),
 }
 
 

@@ -577,7 +577,7 @@ def test_dropout_refuses_a_seed_of_another_type(seed, device):
         tg.dropout(torch.ones(3, device=device), seed=seed)
 
 
-@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**5000], ids=["2**64", "-2**63 - 1", "10**5000"])
 def test_dropout_refuses_a_seed_beyond_64_bits(seed, device):
     with pytest.raises(ValueError, match=r"dropout: seed must be in \[-2\*\*63, 2\*\*64\), got"):
         tg.dropout(torch.ones(3, device=device), seed=seed)

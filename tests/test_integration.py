@@ -1,5 +1,8 @@
 """What torch does with functions besides calling them, done to ours and to torch's own: the results must agree."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -874,3 +877,10 @@ def test_threads(pair, device):
         thread.join()
     for result in results:
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_the_interpreter_cannot_be_switched_on_when_triton_is_there():
+    code = "import os, triton; os.environ['TRITON_INTERPRET'] = '1'; import triton_gallery"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "TRITON_INTERPRET was set after triton had been imported" in done.stderr

@@ -179,7 +179,10 @@ def test_a_choice_that_there_is_not_is_tried_anew(machine, tmp_path, found):
     assert tried.call() == "quick" and tried.tried
 
 
-@pytest.mark.parametrize(("text", "reason"), [("{", "Expecting"), ("[]", "it holds something else than choices")])
+UNREADABLE = [("{", "Expecting"), ("[]", "it holds something else than choices"), ("[" * 200_000, "maximum recursion")]
+
+
+@pytest.mark.parametrize(("text", "reason"), UNREADABLE, ids=["half", "a list", "too deep"])
 def test_a_file_that_cannot_be_read_is_made_anew(machine, tmp_path, text, reason):
     machine(shipped=5.0, quick=3.0).call()
     (file,) = (tmp_path / "choices").glob("*.json")
@@ -236,7 +239,7 @@ def test_choices_are_kept_in_the_users_cache(monkeypatch, tmp_path):
 
 
 def test_refusals():
-    with pytest.raises(TypeError, match="set_tuning: enabled must be a bool, got int"):
+    with pytest.raises(TypeError, match="set_tuning: enabled must be True or False, got 1"):
         set_tuning(1)
     with pytest.raises(TypeError, match="set_tuning: folder must be a path, got int"):
         set_tuning(True, folder=3)

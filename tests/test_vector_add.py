@@ -441,7 +441,7 @@ def test_add_refuses_an_alpha_of_another_category():
         tg.add(ints, ints, alpha=True)
 
 
-@pytest.mark.parametrize("number", [2**64, -(2**63) - 1])
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**5000], ids=["2**64", "-2**63 - 1", "10**5000"])
 def test_add_refuses_integers_beyond_64_bits(number):
     ints = torch.arange(3, device=DEVICE)
     with pytest.raises(ValueError, match=r"add: y must be in \[-2\*\*63, 2\*\*64\)"):

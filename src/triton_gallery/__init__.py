@@ -24,6 +24,16 @@ if "TRITON_INTERPRET" not in os.environ and not (torch.cuda.is_available() or to
         os.environ["TRITON_INTERPRET"] = "1"
         print("triton_gallery: no GPU found; kernels run on CPU tensors in Triton's interpreter.", file=sys.stderr)
 
+# Set too late, it would let the interpreter run our kernels, and the compiler those of Triton that they call.
+if "triton" in sys.modules:
+    import triton
+
+    if triton.knobs.runtime.interpret and isinstance(triton.language.sum, triton.JITFunction):
+        raise ImportError(
+            "triton_gallery: TRITON_INTERPRET was set after triton had been imported, which is too late; set it before "
+            "Python starts, or import triton_gallery before triton"
+        )
+
 from . import benchmark, codegen
 from ._tuning import set_tuning
 from .attention import attention

@@ -1,5 +1,6 @@
 """What an operation does with its arguments before a kernel sees them: checks, autocast, and who else may want them."""
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -23,14 +24,27 @@ def number(x: object) -> object:
     return float(x) if isinstance(x, np.floating) else x
 
 
+class _FewWords(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print the longest.
+        return repr(x) if x.bit_length() < 1000 else f"an int of {x.bit_length()} bits"
+
+    def repr_instance(self, x: object, level: int) -> str:
+        is_array = isinstance(x, torch.Tensor | np.ndarray)
+        return type(x).__name__ if is_array else super().repr_instance(x, level)
+
+
+# What a message says arrived: of a tensor its type, of a long value its beginning and its end.
+got = _FewWords().repr
+
+
 def check_tensor(op: str, name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> None:
     """Refuse what is not a dense tensor of one of `dtypes` on a device that can run a kernel."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        got = str(x.dtype).removeprefix("torch.")
-        raise TypeError(f"{op}: {name} must have one of the dtypes {allowed}, got {got}")
+        *allowed, given = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, x.dtype))
+        raise TypeError(f"{op}: {name} must have one of the dtypes {', '.join(allowed)}, got {given}")
     if x.is_nested:
         raise TypeError(f"{op}: {name} must not be a nested tensor; call .to_padded_tensor(padding) or .unbind() first")
     if x.layout != torch.strided:
@@ -59,8 +73,10 @@ def refuse_tangents(op: str, *tensors: torch.Tensor, name: str | None = None) ->
 
 
 def refuse_forward_mode(op: str, name: str | None = None) -> NoReturn:
-    got = f", and {name} has a tangent" if name else ""
-    raise NotImplementedError(f"{op}: forward-mode differentiation is not supported{got}; use reverse mode (backward)")
+    reason = f", and {name} has a tangent" if name else ""
+    raise NotImplementedError(
+        f"{op}: forward-mode differentiation is not supported{reason}; use reverse mode (backward)"
+    )
 
 
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:

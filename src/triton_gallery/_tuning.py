@@ -17,6 +17,7 @@ import triton
 from triton.errors import TritonError
 
 from . import benchmark
+from ._arguments import got
 from ._launch import num_multiprocessors, recording
 from ._replay import forget_replays
 from ._report import slug
@@ -68,7 +69,7 @@ def set_tuning(enabled: bool, *, folder: str | os.PathLike | None = None) -> Non
     """
     global _folder
     if not isinstance(enabled, bool):
-        raise TypeError(f"set_tuning: enabled must be a bool, got {type(enabled).__name__}")
+        raise TypeError(f"set_tuning: enabled must be True or False, got {got(enabled)}")
     if not isinstance(folder, str | os.PathLike | None):
         raise TypeError(f"set_tuning: folder must be a path, got {type(folder).__name__}")
     if enabled and folder is None:
@@ -120,7 +121,7 @@ def _choose(key: tuple, choices: list, run: Callable) -> list | None:
         table = _read(file)
         found = (table or {}).get(call)
         if isinstance(found, dict) and "choice" in found and found["choice"] in [None, *choices]:
-            _chosen[key] = found["choice"]
+            _chosen[key] = next((choice for choice in choices if choice == found["choice"]), None)
         elif torch.cuda.is_current_stream_capturing():
             if recording.tape is not None:
                 recording.tape.keep = False
@@ -171,7 +172,7 @@ def _read(file: Path) -> dict | None:
     except OSError as error:
         warnings.warn(f"set_tuning: cannot read {file}, so choices end with this process: {error}", stacklevel=2)
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         warnings.warn(f"set_tuning: cannot read {file}, so all is tried anew: {error}", stacklevel=2)
         return {}
 

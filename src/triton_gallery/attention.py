@@ -20,6 +20,7 @@ from ._arguments import (
     autocast,
     check_same_device,
     check_tensor,
+    got,
     in_shape,
     is_transformed,
     needs_autograd,
@@ -1426,9 +1427,8 @@ def attention(
     """
     for name, given, neutral in (("attn_mask", attn_mask, None), ("dropout_p", number(dropout_p), 0)):
         if given is not neutral and not (isinstance(given, NUMBERS) and given == neutral):
-            got = type(given).__name__ if isinstance(given, torch.Tensor) else repr(given)
             hint = "torch.nn.functional.scaled_dot_product_attention has it"
-            raise ValueError(f"attention: {name} must be {neutral}, got {got}; {hint}")
+            raise ValueError(f"attention: {name} must be {neutral}, got {got(given)}; {hint}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor("attention", name, x)
     check_same_device("attention", q=q, k=k, v=v)
@@ -1436,11 +1436,11 @@ def attention(
     q, k, v = autocast(q, k, v)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
-            got = f"{x.dtype}" if x.dtype == given[name] else f"{given[name]}, {x.dtype} after autocast"
-            raise TypeError(f"attention: {name} must have q's dtype {q.dtype}, got {got}; convert one with .to()")
+            found = f"{x.dtype}" if x.dtype == given[name] else f"{given[name]}, {x.dtype} after autocast"
+            raise TypeError(f"attention: {name} must have q's dtype {q.dtype}, got {found}; convert one with .to()")
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
-            raise TypeError(f"attention: {name} must be True or False, got {flag!r}")
+            raise TypeError(f"attention: {name} must be True or False, got {got(flag)}")
     q, k, v, shape = _as_4d(q, k, v, enable_gqa)
     scale = _checked_scale(scale, q.shape[-1])
     lower, upper = _limits(q.shape[2], k.shape[2], is_causal, window, causal_alignment)
@@ -1532,7 +1532,7 @@ def _checked_scale(scale: float | None, head_dim: int) -> float:
     if isinstance(scale, bool) or not isinstance(scale, NUMBERS):
         raise TypeError(f"attention: scale must be a number or None, got {type(scale).__name__}")
     if isinstance(scale, int) and abs(scale) > sys.float_info.max:
-        raise ValueError(f"attention: scale must fit into float64, got an int of {scale.bit_length()} bits")
+        raise ValueError(f"attention: scale must fit into float64, got {got(scale)}")
     # Infinity and NaN alone; torch.compile cannot trace math.isfinite of a number that it treats as dynamic.
     if scale - scale != 0:
         raise ValueError(f"attention: scale must be finite, got {scale}")
@@ -1544,12 +1544,13 @@ def _limits(
 ) -> tuple[int | None, int | None]:
     """(lower, upper): query i is allowed the keys from i + lower to i + upper; None for no limit."""
     if not isinstance(causal_alignment, str) or causal_alignment not in ("top-left", "bottom-right"):
-        raise ValueError(f"attention: causal_alignment must be 'top-left' or 'bottom-right', got {causal_alignment!r}")
+        arrived = got(causal_alignment)
+        raise ValueError(f"attention: causal_alignment must be 'top-left' or 'bottom-right', got {arrived}")
     sides = [number(n) for n in (window if isinstance(window, (tuple, list)) else (window, window))]
     if len(sides) != 2 or any(isinstance(n, bool) or not isinstance(n, (*INTS, type(None))) for n in sides):
-        raise TypeError(f"attention: window must be a number of keys, a pair (left, right) or None, got {window!r}")
+        raise TypeError(f"attention: window must be a number of keys, a pair (left, right) or None, got {got(window)}")
     if any(n is not None and n < 0 for n in sides):
-        raise ValueError(f"attention: window must not be negative (None stands for no limit), got {window!r}")
+        raise ValueError(f"attention: window must not be negative (None stands for no limit), got {got(window)}")
     left, right = sides
     if is_causal:
         right = 0

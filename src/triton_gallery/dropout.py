@@ -1,7 +1,6 @@
 """Dropout without a mask in memory: the backward pass draws the same random numbers again."""
 
 import functools
-import reprlib
 import threading
 
 import numpy as np
@@ -9,7 +8,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, is_tracing, needs_autograd, number
+from ._arguments import (
+    FLOATS,
+    INTS,
+    NUMBERS,
+    check_same_device,
+    check_tensor,
+    got,
+    is_tracing,
+    needs_autograd,
+    number,
+)
 from ._launch import cdiv, collapse, index_dtype, known, launch
 from ._registration import apply, differentiable, operator
 from ._replay import replayed
@@ -244,9 +253,9 @@ def _check_seed(seed: object, x: torch.Tensor) -> None:
         if seed.numel() != 1:
             raise ValueError(f"dropout: seed must hold one element, got shape {tuple(seed.shape)}")
     elif isinstance(seed, bool) or not (seed is None or isinstance(seed, INTS)):
-        raise TypeError(f"dropout: seed must be an int, an integer tensor or None, got {reprlib.repr(seed)}")
+        raise TypeError(f"dropout: seed must be an int, an integer tensor or None, got {got(seed)}")
     elif seed is not None and not -(2**63) <= seed < 2**64:
-        raise ValueError(f"dropout: seed must be in [-2**63, 2**64), got {seed}")
+        raise ValueError(f"dropout: seed must be in [-2**63, 2**64), got {got(seed)}")
 
 
 @functools.partial(replayed, varying=3)
@@ -257,9 +266,9 @@ def _checked_dropout(x: torch.Tensor, p: float, training: bool, seed: int | torc
         raise TypeError(f"dropout: p must be a Python number, got {type(p).__name__}")
     # NaN fails every comparison, so it lands here too.
     if not 0 <= p <= 1:
-        raise ValueError(f"dropout: p must be in [0, 1], got {p}")
+        raise ValueError(f"dropout: p must be in [0, 1], got {got(p)}")
     if not isinstance(training, bool):
-        raise TypeError(f"dropout: training must be True or False, got {reprlib.repr(training)}")
+        raise TypeError(f"dropout: training must be True or False, got {got(training)}")
     _check_seed(seed, x)
     if not training or p == 0 or known(x.numel() == 0):
         return x

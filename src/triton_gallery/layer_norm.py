@@ -20,6 +20,7 @@ from ._arguments import (
     check_length,
     check_same_device,
     check_tensor,
+    got,
     is_transformed,
     needs_autograd,
     number,
@@ -1071,8 +1072,9 @@ def _gradients_in_torch(dy, x, weight, n_cols, eps, subtract_mean):
 
 def _is_no_size(size):
     if isinstance(size, torch.Tensor | np.ndarray):
-        return size.ndim > 0 or "int" not in str(size.dtype)  # one number alone is an int to torch
-    return isinstance(size, bool | np.bool_) or not (isinstance(size, INTS) or hasattr(size, "__index__"))
+        # One number alone is an int to torch, if it is at hand.
+        return size.ndim > 0 or "int" not in str(size.dtype) or getattr(size, "is_meta", False)
+    return isinstance(size, bool | np.bool_) or not (isinstance(size, INTS) or hasattr(type(size), "__index__"))
 
 
 def _normalize(op, x, normalized_shape, weight, bias, eps):
@@ -1080,10 +1082,13 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     normalized_shape = number(normalized_shape)
     sizes = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
     if isinstance(sizes, str | bytes | bytearray) or any(map(_is_no_size, sizes)):
-        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
+        arrived = got(normalized_shape)
+        if isinstance(normalized_shape, torch.Tensor):
+            arrived += "; weight comes after it"
+        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {arrived}")
     normalized_shape = tuple(size if isinstance(size, INTS) else index(size) for size in sizes)
     if not normalized_shape or tuple(x.shape[-len(normalized_shape) :]) != normalized_shape:
-        shapes = f"x of shape {tuple(x.shape)}, got {normalized_shape}"
+        shapes = f"x of shape {tuple(x.shape)}, got {got(normalized_shape)}"
         raise ValueError(f"{op}: normalized_shape must be the sizes of the last dimensions (at least one) of {shapes}")
     # torch's autocast runs layer norm in float32, and RMS norm since 2.12: here x is read as it is, and only the output
     # is float32.
@@ -1099,8 +1104,8 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
         if param is None:
             continue
         if isinstance(param, torch.Tensor) and param.dtype not in affine_dtypes:
-            allowed, got = " or ".join(map(str, affine_dtypes)).replace("torch.", ""), str(param.dtype)[6:]
-            raise TypeError(f"{op}: {name} must have the dtype {allowed} where x has {str(x.dtype)[6:]}, got {got}")
+            *allowed, of_x, given = (str(dtype)[6:] for dtype in (*affine_dtypes, x.dtype, param.dtype))
+            raise TypeError(f"{op}: {name} must have the dtype {' or '.join(allowed)} where x has {of_x}, got {given}")
         check_tensor(op, name, param)
         if tuple(param.shape) != normalized_shape:
             raise ValueError(f"{op}: {name} must have shape {normalized_shape}, got {tuple(param.shape)}")
@@ -1115,7 +1120,7 @@ def _normalize(op, x, normalized_shape, weight, bias, eps):
     if eps != eps:
         raise ValueError(f"{op}: eps must be a number, got {eps}")
     if isinstance(eps, int) and abs(eps) > sys.float_info.max:
-        raise ValueError(f"{op}: eps must fit into float64, got an int of {eps.bit_length()} bits")
+        raise ValueError(f"{op}: eps must fit into float64, got {got(eps)}")
     eps, subtract_mean = float(eps), op == "layer_norm"
     arguments = x, weight, bias, math.prod(x.shape[-len(normalized_shape) :]), eps, subtract_mean, out_dtype
     return apply(_LayerNorm, *arguments) if needs_autograd(x, weight, bias) else _layer_norm_fwd(*arguments)[0]

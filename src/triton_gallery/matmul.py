@@ -17,6 +17,7 @@ from ._arguments import (
     check_length,
     check_same_device,
     check_tensor,
+    got,
     in_shape,
     is_transformed,
     needs_autograd,
@@ -80,7 +81,7 @@ def _activate(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
         else:
             # The error function takes some forty operations. Formula 7.1.26 of Abramowitz and Stegun takes a third of
             # that for half of 1 - erf(abs(x) / sqrt(2)). Its error of 1e-7 is lost in a result of 16 bits, but for
-            # results below 1e-6, which only bfloat16 has: there it grows to some percent of them. Its quotient is a
+            # results below 1e-8, which only bfloat16 has: there it grows to some percent of them. Its quotient is a
             # square of 1 / sqrt, an instruction of the GPU; a division has to mind the largest numbers.
             root = tl.rsqrt(1 + 0.23164189 * tl.abs(x))
             t = root * root
@@ -639,7 +640,7 @@ def matmul(
         b: shape (..., K, N) or (K,), any strides, of a's dtype; the two float8 dtypes mix. Batch dimensions broadcast.
         bias: added to every row: shape (N,), (1,) or (), in the dtype of the result; one number where b is a vector.
         activation: None, "relu", "gelu" (with the error function, not the approximation by tanh; where the result has
-            16 bits within 3e-7 of it), "silu" or "leaky_relu" (slope 0.01).
+            16 bits, within 1e-6 of it before it is rounded to them), "silu" or "leaky_relu" (slope 0.01).
         precision: "highest" multiplies all bits of float32 numbers; "high" and "medium" let the GPU shorten them to
             TensorFloat-32, which has 10 bits of mantissa. None follows torch's setting, by
             :func:`torch.set_float32_matmul_precision` or ``torch.backends.cuda.matmul.fp32_precision``. For float8,
@@ -681,9 +682,9 @@ def matmul(
     a, b, bias = _checked_operands(a, b, bias)
     if activation is not None and (not isinstance(activation, str) or activation not in _ACTIVATION_BACKWARD):
         names = ", ".join(f'"{name}"' for name in _ACTIVATION_BACKWARD)
-        raise ValueError(f"matmul: activation must be None, {names}, got {activation!r}")
+        raise ValueError(f"matmul: activation must be None, {names}, got {got(activation)}")
     if precision is not None and (not isinstance(precision, str) or precision not in ("highest", "high", "medium")):
-        raise ValueError(f'matmul: precision must be None, "highest", "high" or "medium", got {precision!r}')
+        raise ValueError(f'matmul: precision must be None, "highest", "high" or "medium", got {got(precision)}')
     is_saved = activation is not None and activation not in _SAVES_PRE
     # A vector is a matrix of one row or one column, as long as the product is computed.
     rows = a if a.dim() > 1 else a.unsqueeze(0)
@@ -729,11 +730,11 @@ def _checked_operands(
     if a.dtype not in FLOAT8:
         a, b, bias = autocast(a, b, bias)
     if a.dtype != b.dtype and not (a.dtype in FLOAT8 and b.dtype in FLOAT8):
-        expected, got = (
+        expected, found = (
             _name(x.dtype) + ("" if x.dtype == before else " after autocast")
             for x, before in zip((a, b), given, strict=True)
         )
-        raise TypeError(f"matmul: b must have a's dtype, {expected}, got {got}; convert one with .to()")
+        raise TypeError(f"matmul: b must have a's dtype, {expected}, got {found}; convert one with .to()")
     for name, x in (("a", a), ("b", b)):
         if x.dtype in FLOAT8 and torch.is_grad_enabled() and x.requires_grad:
             raise TypeError(

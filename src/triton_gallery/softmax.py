@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import hopper
-from ._arguments import FLOATS, check_length, check_tensor, needs_autograd, number
+from ._arguments import FLOATS, check_length, check_tensor, got, needs_autograd, number
 from ._launch import (
     INTERPRET,
     alignment,
@@ -1139,7 +1139,7 @@ differentiable(_softmax_bwd, _SoftmaxGrad)
 def _apply(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log: bool) -> torch.Tensor:
     check_tensor(op, "x", x, FLOATS + _INTEGERS)
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATS):
-        raise TypeError(f"{op}: dtype must be None or one of {', '.join(map(str, FLOATS))}, got {dtype!r}")
+        raise TypeError(f"{op}: dtype must be None or one of {', '.join(map(str, FLOATS))}, got {got(dtype)}")
     if dtype is None and x.dtype not in FLOATS:
         raise TypeError(f"{op}: x must be floating-point, got {x.dtype}; pass dtype=torch.float32 to convert it first")
     dim = number(dim)
@@ -1147,7 +1147,7 @@ def _apply(op: str, x: torch.Tensor, dim: int, dtype: torch.dtype | None, is_log
         raise TypeError(f"{op}: dim must be an int, got {type(dim).__name__}")
     n_dims = max(x.ndim, 1)
     if not -n_dims <= dim < n_dims:
-        raise ValueError(f"{op}: dim must be in [{-n_dims}, {n_dims - 1}], got {dim}")
+        raise ValueError(f"{op}: dim must be in [{-n_dims}, {n_dims - 1}], got {got(dim)}")
     dim %= n_dims
     if dtype is None:
         dtype = torch.float32 if _autocasts(x) else x.dtype

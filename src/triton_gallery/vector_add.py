@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, needs_autograd, number
+from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, got, needs_autograd, number
 from ._launch import broadcast, cdiv, collapse, index_dtype, known, launch
 from ._registration import aligned_batches, apply, differentiable, operator
 from ._replay import replayed
@@ -252,7 +252,7 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
     y, alpha = number(y), number(alpha)
     if isinstance(y, NUMBERS):
         if isinstance(y, INTS) and not -(2**63) <= y < 2**64:
-            raise ValueError(f"add: y must be in [-2**63, 2**64) when it is an int, got {y}")
+            raise ValueError(f"add: y must be in [-2**63, 2**64) when it is an int, got {got(y)}")
         y = _number_tensor(y, x)
     elif not isinstance(y, torch.Tensor):
         raise TypeError(f"add: y must be a torch.Tensor or a Python number, got {type(y).__name__}")
@@ -261,7 +261,7 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
     if not isinstance(alpha, NUMBERS):
         raise TypeError(f"add: alpha must be a Python number, got {type(alpha).__name__}")
     if isinstance(alpha, INTS) and not -(2**63) <= alpha < 2**63:
-        raise ValueError(f"add: alpha must be in [-2**63, 2**63) when it is an int, got {alpha}")
+        raise ValueError(f"add: alpha must be in [-2**63, 2**63) when it is an int, got {got(alpha)}")
     if needs_autograd(x, y):
         return apply(_Add, x, y, alpha)
     return _add(x, y, alpha)
