@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 import triton_gallery
-from triton_gallery import _report, _source, benchmark
+from triton_gallery import _report, _source, benchmark, codegen
+from triton_gallery._arguments import got
 
 RATES = {  # x -> median rate in GB/s
     "triton_gallery": {256: 900.0, 1024: 2000.0, 4096: 3122.4, 16384: 3300.0},
@@ -121,8 +122,8 @@ COUNT = "must be a finite number that is not negative"
         (benchmark.gbps, -1, (1.0, 1.0, 1.0), f"gbps: n_bytes {COUNT}, got -1"),
         (benchmark.gbps, math.inf, (1.0, 1.0, 1.0), f"gbps: n_bytes {COUNT}, got inf"),
         (benchmark.tflops, "a", (1.0, 1.0, 1.0), f"tflops: flops {COUNT}, got 'a'"),
-        (benchmark.tflops, 10**400, (1.0, 1.0, 1.0), f"tflops: flops {COUNT}, got 1000"),
-        (benchmark.gbps, 1e9, (1.0, 1.0, 10**400), f"gbps: {TIMES}, got (1.0, 1.0, 1000"),
+        pytest.param(benchmark.tflops, 10**5000, (1.0, 1.0, 1.0), f"tflops: flops {COUNT}, got an int of", id="long"),
+        (benchmark.gbps, 1e9, (1.0, 1.0, 10**5000), f"gbps: {TIMES}, got (1.0, 1.0, an int of 16610 bits)"),
         (benchmark.gbps, 1e9, (1.0, 1e-320, 1.0), "gbps: times must be long enough for a rate that float64 can hold"),
     ],
 )
@@ -240,6 +241,17 @@ def test_run_refuses_a_folder_that_cannot_be_written_to_before_it_measures(fake_
 
     with pytest.raises(OSError, match=r"softmax-fp16: TRITON_GALLERY_RECORDS must name a folder .* directory: '.*file"):
         benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+    monkeypatch.setenv("TRITON_GALLERY_RECORDS", "~nobody-of-that-name/records")
+    with pytest.raises(OSError, match=r"softmax-fp16: TRITON_GALLERY_RECORDS must name a folder .* home directory"):
+        benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+
+
+def test_run_writes_records_to_the_home_of_its_user(fake_gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TRITON_GALLERY_RECORDS", "~/x")
+    benchmark.perf_report(make_benchmark(), title="Softmax")(bench_softmax).run()
+    assert (tmp_path / "home" / "x" / "nvidia-h200" / "softmax-fp16.json").is_file()
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA is full\nsecond line"), RuntimeError("CUDA is full")])
@@ -261,6 +273,16 @@ def test_run_leaves_out_a_provider_that_does_not_apply(fake_gpu):
 
     report = benchmark.perf_report(make_benchmark(), title="Softmax", rounds=2)(bench).run()
     assert report.xs == [1024] and len(report.record["left_out"]) == 2
+
+
+def test_run_refuses_a_function_that_gives_no_rate_of_ours(fake_gpu):
+    def bench(M, N, provider):
+        return None if provider == "triton_gallery" else bench_softmax(M, N, provider)
+
+    with pytest.raises(ValueError, match="softmax-fp16: bench must return a rate of triton_gallery at some x, got No"):
+        benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
+    study = make_benchmark(plot_name="guide-x")
+    assert benchmark.perf_report(study, title="Softmax")(bench).run().providers == ["torch"]
 
 
 def test_run_fails_when_our_own_provider_fails(fake_gpu):
@@ -316,12 +338,14 @@ def test_every_provider_gets_the_same_random_inputs(fake_gpu):
     assert seen["triton_gallery", 256] == seen["torch", 256]
 
 
-@pytest.mark.parametrize("point", [3.0, (1.0, 2.0), (0.0, 1.0, 1.0), (2.0, 3.0, 1.0), (math.nan,) * 3, "abc"], ids=str)
+@pytest.mark.parametrize(
+    "point", [3.0, (1.0, 2.0), (0.0, 1.0, 1.0), (2.0, 3.0, 1.0), (math.nan,) * 3, "abc", (10**400,) * 3], ids=got
+)
 def test_run_refuses_what_is_no_rate(point, fake_gpu):
     def bench(M, N, provider):
         return point
 
-    message = f"softmax-fp16: bench must return a median, a quantile .* for triton_gallery it gave {point!r}"
+    message = f"softmax-fp16: bench must return a median, a quantile .* for triton_gallery it gave {got(point)}"
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         benchmark.perf_report(make_benchmark(), title="Softmax")(bench).run()
 
@@ -393,7 +417,11 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({"x_vals": []}, {}, ValueError, "x_vals must hold one value or more, no two alike, got []"),
         ({"x_vals": [256, 256]}, {}, ValueError, "no two alike, got [256, 256]"),
         ({"x_vals": [256, 256.0]}, {}, ValueError, "no two alike, got [256, 256.0]"),
+        ({"x_vals": [(8, 16), "8×16"]}, {}, ValueError, "no two alike, got [[8, 16], '8×16']"),
         ({"xlabel": 5}, {}, TypeError, "perf_report: xlabel must be a str, got int"),
+        ({"ylabel": np.zeros(2)}, {}, TypeError, "perf_report: ylabel must be a str, got ndarray"),
+        ({"x_log": np.True_}, {}, TypeError, "perf_report: x_log must be True or False, got np.True_"),
+        ({"y_log": 1}, {}, TypeError, "perf_report: y_log must be True or False, got 1"),
         ({}, {"rounds": True}, ValueError, "rounds must be an int of at least 1, got True"),
         ({"x_vals": [(1, 2)]}, {}, ValueError, "a number or 1, one for each x_name, got [[1, 2]]"),
         ({"x_vals": [0], "x_log": True}, {}, ValueError, "x_vals must be positive where x_log is set, got [0]"),
@@ -408,14 +436,23 @@ def test_sizes_of_numpy_become_pythons(x_vals, xs, fake_gpu, tmp_path, monkeypat
         ({"plot_name": ".."}, {}, ValueError, "plot_name must name a file, without folders, got '..'"),
         ({"plot_name": "/mine"}, {}, ValueError, "plot_name must name a file, without folders, got '/mine'"),
         ({"plot_name": ""}, {}, ValueError, "plot_name must name a file, without folders, got ''"),
+        ({"plot_name": "a\0"}, {}, ValueError, r"plot_name must be printable and of at most 250 bytes, as names"),
+        ({"plot_name": "ä" * 126}, {}, ValueError, "plot_name must be printable and of at most 250 bytes, as names"),
         ({"line_names": [_report.OURS, "limit"]}, {}, ValueError, "line_names must hold none of peers, limit, copy"),
         ({"line_names": [_report.OURS, _report.COPY]}, {}, ValueError, "none of peers, limit, copy of as many bytes"),
         ({"x_vals": (n for n in [256])}, {}, TypeError, "x_vals must be a list, got generator"),
         ({"x_vals": 256}, {}, TypeError, "x_vals must be a list, got int"),
         ({"x_vals": np.array(256)}, {}, TypeError, "x_vals must be a list, got ndarray"),
         ({"x_vals": b"ab"}, {}, TypeError, "x_vals must be a list, got bytes"),
-        ({"x_vals": [1j]}, {}, TypeError, "x_vals must hold numbers, names or tuples of these, got [1j]"),
-        ({"x_vals": [math.nan]}, {}, TypeError, "x_vals must hold numbers, names or tuples of these, got [nan]"),
+        ({"x_vals": [1j]}, {}, TypeError, "hold numbers that float64 can hold, names, or tuples of these, got [1j]"),
+        ({"x_vals": [math.nan]}, {}, TypeError, "x_vals must hold numbers that float64 can hold, names, or tuples"),
+        (
+            {"x_vals": [True]},
+            {},
+            TypeError,
+            "hold numbers that float64 can hold, names, or tuples of these, got [True]",
+        ),
+        ({"x_vals": [(8, 10**5000)]}, {}, TypeError, "or tuples of these, got [[8, an int of 16610 bits]]"),
         ({"x_vals": [(0,)], "x_log": True}, {}, ValueError, "x_vals must be positive where x_log is set, got [[0]]"),
         ({"x_names": ["N", "N"]}, {}, ValueError, "x_names, line_arg and args must be arguments, no two alike, got"),
         ({"line_arg": "N"}, {}, ValueError, "x_names, line_arg and args must be arguments, no two alike, got"),
@@ -461,10 +498,10 @@ def test_measure_refuses_a_list_of_other_things():
         benchmark.measure(print, grad_to_none=[torch.zeros(1), 1])
 
 
-@pytest.mark.parametrize("rep", [0, -1.0, math.inf, math.nan, True, "10", None])
+@pytest.mark.parametrize("rep", [0, -1.0, math.inf, math.nan, True, "10", None, 10**5000], ids=got)
 def test_measure_refuses_what_is_no_time(rep):
     with pytest.raises(
-        ValueError, match=re.escape(f"measure: rep must be a number of milliseconds above 0, got {rep!r}")
+        ValueError, match=re.escape(f"measure: rep must be a number of milliseconds above 0, got {got(rep)}")
     ):
         benchmark.measure(print, rep=rep)
 
@@ -487,6 +524,9 @@ def test_limit_refuses():
 def test_load_refuses_what_is_no_name():
     with pytest.raises(TypeError, match="load: name must be a str, got NoneType"):
         benchmark.load(None)
+    for gpu in (np.array(["nvidia-h200"] * 2), 1):
+        with pytest.raises(TypeError, match=f"load: gpu must be a str, got {type(gpu).__name__}"):
+            benchmark.load("softmax-fp16", gpu)
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "../nvidia-h200/softmax-fp16", "nvidia-h200/softmax-fp16", "", "."])
@@ -520,6 +560,8 @@ def test_run_without_gpu_and_record_says_so_in_place_of_figures(records, monkeyp
     plt.close("all")
     with pytest.raises(ValueError, match=f"softmax-fp64: {words}"):
         report.series("triton_gallery")
+    assert report.quote("triton_gallery", "torch", "best") == "not yet measured" and report.provenance() == words
+    assert report.frame().empty
 
 
 def test_run_without_a_gpu_refuses_to_write_records(records, monkeypatch):
@@ -586,6 +628,9 @@ def test_validate_refuses_a_missing_key(key, how):
         benchmark.validate(record, "nvidia-h200/softmax-fp16.json")
 
 
+ROW = {"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": 1.0, "p80": 4.0}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -607,7 +652,16 @@ def test_validate_refuses_a_missing_key(key, how):
         {"rows": [{"x": float("nan"), "provider": "triton_gallery", "median": 2.0, "p20": 1.0, "p80": 4.0}]},
         {"rows": [{"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": True, "p80": 4.0}]},
         {"rows": [{"x": 1, "provider": "triton_gallery", "median": 2.0, "p20": 1.0, "p80": 10**400}]},
+        {"rows": [ROW, ROW | {"provider": "peers"}]},
+        {"rows": [ROW, ROW | {"provider": "limit"}]},
+        {"rows": [ROW | {"why": "slow"}]},
+        {"rows": [ROW | {"x": 0}]},
         {"left_out": 5},
+        {"left_out": ["torch"]},
+        {"left_out": [{"x": 1, "provider": "torch"}]},
+        {"left_out": [{"x": 1, "provider": 3, "why": "slow"}]},
+        {"left_out": [{"x": 1, "provider": "torch", "why": None}]},
+        {"left_out": [{"x": [1], "provider": "torch", "why": "slow"}]},
         {"limit": 0},
         {"limit": {"name": "copy", "value": True}},
         {"limit": 3},
@@ -635,6 +689,7 @@ def test_validate_refuses_what_is_no_record(record):
 def test_validate_accepts_a_complete_record():
     benchmark.validate(make_record())
     benchmark.validate(make_record(limit=None, commit="abc1234-dirty"))
+    benchmark.validate(make_record(rows=[ROW | {"x": 0}, ROW | {"provider": _report.COPY}], x_log=False))
 
 
 def test_load_refuses_an_incomplete_record(records):
@@ -866,6 +921,7 @@ def test_roofline_of_a_live_report_has_the_limits_of_this_run(fake_gpu):
         ({"a": (1.0, 10**400)}, {}, "points must have a positive intensity and rate"),
         ({"a": (math.nan, 1.0)}, {}, "points must have a positive intensity and rate, got {'a': (nan, 1.0)}"),
         ({"a": 1.0}, {}, "points must have a positive intensity and rate, got {'a': 1.0}"),
+        ({"a": (1.0, -(10**5000))}, {}, "positive intensity and rate, got {'a': (1.0, an int of 16610 bits)}"),
         ({"a": (1.0, 1.0)}, {"peak": ["copy"]}, "peak must be one of matmul-fp16, matmul-bf16, matmul-fp8, got ["),
         ({"a": (1.0, 1.0)}, {"peak": "copy"}, "peak must be one of matmul-fp16, matmul-bf16, matmul-fp8, got 'copy'"),
     ],
@@ -876,8 +932,12 @@ def test_roofline_refuses(points, options, message, records):
 
 
 def test_roofline_refuses_other_types(records):
-    with pytest.raises(TypeError, match="roofline: report must be a Report, such as load gives, got str"):
-        benchmark.roofline("softmax-fp16", {"a": (1.0, 1.0)})
+    rule = "roofline: report must be a benchmark.Report, such as load gives"
+    for report, kind in (("softmax-fp16", "builtins.str"), (codegen.Report(()), "triton_gallery.codegen.Report")):
+        with pytest.raises(TypeError, match=f"{rule}, got {kind}"):
+            benchmark.roofline(report, {"a": (1.0, 1.0)})
+    with pytest.raises(TypeError, match="roofline: title must be a str, got Tensor"):
+        benchmark.roofline(benchmark.load("softmax-fp16"), {"a": (1.0, 1.0)}, title=torch.zeros(2))
     with pytest.raises(TypeError, match="roofline: points must be a dict, got list"):
         benchmark.roofline(benchmark.load("softmax-fp16"), [(1.0, 1.0)])
 
@@ -944,6 +1004,14 @@ def test_frame(records):
     frame = benchmark.load("softmax-fp16").frame()
     assert list(frame.columns) == list(RATES) and frame.index.name == "row length N"
     assert frame.loc[1024, "torch"] == 1600 and frame.isna().sum().sum() == 1
+
+
+def test_frame_of_numbers_and_names_where_a_provider_was_left_out():
+    places = [("triton_gallery", 64), ("triton_gallery", "8×16"), ("a", 64), ("b", "8×16")]
+    rows = [ROW | {"provider": provider, "x": x} for provider, x in places]
+    frame = benchmark.Report(make_record(rows=rows)).frame()
+    assert list(frame.index) == [64, "8×16"] and frame.index.name == "row length N"
+    assert frame.isna().values.tolist() == [[False, False, True], [False, True, False]]
 
 
 def test_figures_and_frames_name_the_extra_that_installs_what_they_need(records, monkeypatch):
@@ -1040,7 +1108,7 @@ def test_environment_without_a_gpu_says_whether_kernels_run(interpret, what, mon
 
 
 def test_environment_names_versions_and_commit(monkeypatch):
-    monkeypatch.setenv("GALLERY_COMMIT", "0123abc")
+    monkeypatch.setenv("GALLERY_COMMIT", "0123ABC")
     text = str(benchmark.environment())
     for expected in (torch.__version__, triton.__version__, triton_gallery.__version__, "0123abc"):
         assert expected in text
@@ -1083,7 +1151,7 @@ def test_import_loads_neither_kernels_nor_plotting_nor_a_device():
     assert done.stdout.strip() == "set() False"
     for module in (benchmark, _report, _source):
         imported = re.findall(r"^from \.(\w*) import", Path(module.__file__).read_text(), re.MULTILINE)
-        assert set(imported) <= {"_report", "_source"}
+        assert set(imported) <= {"_arguments", "_report", "_source"}
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import io
+import json
 import os
 import pickle
 import re
@@ -287,22 +288,29 @@ def test_settings_of_torch_are_those_of_the_call():
     # One that other tests compile as well.
     q = empty(4, 8, 2048, 64)
     x, before = empty(64, 64, dtype=torch.float32), torch.get_float32_matmul_precision()
-    calls = [(triton_gallery.matmul, [x, x], {}, False), (triton_gallery.attention, [q, q, q], {}, True)]
+    calls = [
+        (triton_gallery.matmul, [x, x], {}, False),
+        (triton_gallery.attention, [q, q, q], {}, True),
+        (triton_gallery.add, [empty(64, dtype=torch.int32), 1.5], {}, False),
+    ]
 
-    def kernels(precision, deterministic):
+    def kernels(precision, deterministic, dtype):
         torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(deterministic)
-        (((product,),), (gradients,)) = codegen._compile(codegen._pack(calls, ("sm_90",)))
-        return product.matrix, {kernel.name for kernel in gradients}
+        torch.set_default_dtype(dtype)
+        (((product,),), (gradients,), ((total,),)) = codegen._compile(codegen._pack(calls, ("sm_90",)))
+        return product.matrix, {kernel.name for kernel in gradients}, total.asm["ttir"]
 
     try:
-        rounded, atomic = kernels("high", False)
-        whole, repeatable = kernels("highest", True)
+        rounded, atomic, single = kernels("high", False, torch.float32)
+        whole, repeatable, double = kernels("highest", True, torch.float64)
     finally:
         torch.set_float32_matmul_precision(before)
         torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
     assert 0 < rounded["wgmma"] < whole["wgmma"]  # a float32 product takes several of parts that are rounded
     assert "_attention_dq_hopper_kernel" in repeatable - atomic
+    assert "out_ptr: !tt.ptr<f32>" in single and "out_ptr: !tt.ptr<f64>" in double
 
 
 @in_one_process
@@ -310,6 +318,50 @@ def test_same_call_is_compiled_once(monkeypatch):
     before = codegen.inspect(copy, empty(2048), targets=["sm_90"])
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a second child was started"))
     assert codegen.inspect(copy, empty(2048), targets=["sm_90"]) == before
+
+
+def no_child(*args, **options):
+    raise ChildProcessError("a child was started")
+
+
+@in_one_process
+@pytest.mark.parametrize("name", ["DISABLE_PTXAS_OPT", "TRITON_F32_DEFAULT", "LLVM_PASS_PLUGIN_PATH"])
+def test_same_call_with_other_settings_of_the_compilers_is_compiled_anew(name, monkeypatch):
+    codegen.inspect(copy, empty(2048), targets=["sm_90"])
+    monkeypatch.setattr(subprocess, "run", no_child)
+    monkeypatch.setenv("OTHER", "1")
+    assert codegen.inspect(copy, empty(2048), targets=["sm_90"]).kernels
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ChildProcessError):
+        codegen.inspect(copy, empty(2048), targets=["sm_90"])
+
+
+def test_what_failed_is_tried_anew(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    with pytest.raises(RuntimeError, match=r"inspect: copy failed for sm_80: NotADirectoryError: .*cache"):
+        codegen.inspect(copy, empty(2048), targets="sm_80")
+    cache.unlink()
+    assert codegen.inspect(copy, empty(2048), targets="sm_80").kernels
+
+
+def tell_path(x):
+    raise ValueError(json.dumps(sys.path))
+
+
+def test_child_looks_for_modules_where_this_process_does(tmp_path, monkeypatch):
+    path = [str(tmp_path / "a:b"), "", "relative", *sys.path]
+    monkeypatch.setattr(sys, "path", path)
+    with pytest.raises(RuntimeError, match=re.escape(f"ValueError: {json.dumps(path)}")):
+        codegen.inspect(tell_path, empty(8), targets="sm_80")
+
+
+def test_child_needs_a_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(RuntimeError, match="inspect: the compiling process needs a working directory, and it is gone"):
+        codegen.inspect(copy, empty(4096), targets="sm_80")
 
 
 def test_tensors_keep_their_layout():
@@ -540,7 +592,8 @@ def test_inspect_finds_modules_of_the_current_folder(tmp_path):
 @pytest.mark.slow
 def test_neither_what_the_child_prints_nor_an_entry_of_the_path_that_is_no_text_matters(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("print('hello', flush=True)\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path, tmp_path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     assert codegen.inspect(copy, empty(3, 5), targets="sm_80").kernels[0].name == "_copy_kernel"
 
 
@@ -652,3 +705,14 @@ def test_listing_refuses():
         codegen.listing(triton_gallery.softmax, empty(4096, 1024), target="gfx942", stages=["ttir", "ptx"])
     with pytest.raises(RuntimeError, match=r"listing: add failed for sm_90: .*broadcast"):
         codegen.listing(triton_gallery.add, empty(64), empty(63))
+
+
+@in_one_process
+def test_listing_goes_without_the_machine_code_that_nvdisasm_cannot_read():
+    # Newer toolkits dropped this target; with an older one there is something to disassemble.
+    stages = codegen.listing(*ADD, target="sm_70").stages
+    if "sass" in stages:
+        pytest.skip("this nvdisasm reads machine code of sm_70")
+    assert list(stages) == ["ttir", "ttgir", "ptx"]
+    with pytest.raises(RuntimeError, match="sass: nvdisasm cannot read the cubin: nvdisasm fatal"):
+        codegen.listing(*ADD, target="sm_70", stages=["ptx", "sass"])

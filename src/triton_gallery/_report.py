@@ -87,9 +87,17 @@ def validate(record: dict, file: str | None = None) -> None:
         raise ValueError(f"record {file}: limit must have a name and a positive value, got {record['limit']}")
     if not isinstance(record.get("left_out", []), list):
         raise ValueError(f"record {file}: left_out must be a list, got {record['left_out']!r}")
+    for entry in record.get("left_out", []):
+        if not _is_left_out(entry):
+            raise ValueError(f"record {file}: left_out must have x, provider and why, got {entry!r}")
     for row in record["rows"]:
         if not _is_row(row):
-            raise ValueError(f"record {file}: rows must have x, provider and 0 < p20 <= median <= p80, got {row}")
+            rule = "must have x, provider and 0 < p20 <= median <= p80, and nothing else"
+            raise ValueError(f"record {file}: rows {rule}, got {row}")
+        if row["provider"] in RESERVED and row["provider"] != COPY:
+            raise ValueError(f"record {file}: rows must have providers of other names than peers and limit, got {row}")
+        if record.get("x_log") and not isinstance(row["x"], str) and row["x"] <= 0:
+            raise ValueError(f"record {file}: rows must have a positive x where x_log is set, got {row}")
     points = [(row["x"], row["provider"]) for row in record["rows"]]
     ours = is_study(record["benchmark"]) or OURS in {provider for _, provider in points}
     if len(set(points)) < len(points) or not ours:
@@ -111,12 +119,23 @@ def _is_positive(x: object) -> bool:
     return _is_number(x) and x > 0
 
 
+def is_place(x: object) -> bool:
+    """Whether x can be a value of the sweep: a name, or a number that float64 can hold."""
+    return isinstance(x, str) or _is_number(x)
+
+
+def _is_left_out(entry: object) -> bool:
+    try:
+        return is_place(entry["x"]) and isinstance(entry["provider"], str) and isinstance(entry["why"], str)
+    except (KeyError, TypeError):
+        return False
+
+
 def _is_row(row: object) -> bool:
     try:
         median, p20, p80 = (row[key] for key in FIGURES)
-        named = isinstance(row["x"], str) or _is_number(row["x"])
-        figures = all(map(_is_positive, (median, p20, p80))) and p20 <= median <= p80
-        return named and isinstance(row["provider"], str) and figures
+        named = is_place(row["x"]) and isinstance(row["provider"], str) and len(row) == 2 + len(FIGURES)
+        return named and all(map(_is_positive, (median, p20, p80))) and p20 <= median <= p80
     except (KeyError, TypeError):
         return False
 
@@ -164,7 +183,8 @@ class Report:
     def series(self, name: str) -> dict:
         """The median at each x of a provider, of "peers" (the best of the others at that x) or of "limit".
 
-        NaN everywhere if the record is outdated, but for the limit, which is the hardware's.
+        NaN everywhere if the record is outdated, but for the limit, which is the hardware's. Without any rows it has no
+        x either, and a ValueError says so.
         """
         if not self.record["rows"]:
             raise ValueError(f"{self.record['benchmark']}: {self.status()[0]}")
@@ -181,6 +201,8 @@ class Report:
 
     def quote(self, series: str, base: str | None, at: str | float) -> str:
         """The number that `triton_gallery.benchmark.quote` describes, or "not yet measured"."""
+        if not self.record["rows"]:
+            return NOT_YET
         at = str(at)
         values = {str(x): value for x, value in self.series(series).items()}
         if base is not None:
@@ -198,8 +220,10 @@ class Report:
         return _percent(value) if base in ("limit", COPY) else _times(value)
 
     def provenance(self) -> str:
-        """One line: where, when and with what this was measured."""
+        """One line: where, when and with what this was measured, or that nothing was."""
         r = self.record
+        if not r["rows"]:
+            return self.status()[0]
         cuda = f"CUDA {r['cuda']}" if r["cuda"][:1].isdigit() else r["cuda"]
         commit = "" if r["commit"] == "unknown" else f" (commit {r['commit']})"
         versions = f"torch {r['torch']}, triton {r['triton']}, triton_gallery {r['package']}{commit}"
@@ -244,7 +268,9 @@ class Report:
         """The medians as a pandas DataFrame: one row per x, one column per provider."""
         pd = _import("pandas")
         index = pd.Index(self.xs, name=self.record["x"])
-        return pd.DataFrame({name: pd.Series(self.series(name)) for name in self.providers}).reindex(index)
+        # Each by itself: several would be sorted, as numbers and names cannot be.
+        columns = {name: pd.Series(self.series(name)).reindex(index) for name in self.providers}
+        return pd.DataFrame(columns, index=index)
 
     def to_csv(self) -> str:
         """Every measured point as CSV text: x, provider, median, p20, p80, unit."""

@@ -34,6 +34,7 @@ import torch
 import triton
 from triton.errors import TritonError
 
+from ._arguments import got
 from ._report import (
     COPY,
     FIGURES,
@@ -43,6 +44,7 @@ from ._report import (
     RESERVED,
     Report,
     is_ours,
+    is_place,
     is_study,
     plot_roofline,
     slug,
@@ -113,8 +115,8 @@ def measure(
     grad_to_none = () if grad_to_none is None else tuple(grad_to_none)
     if others := [x for x in grad_to_none if not isinstance(x, torch.Tensor)]:
         raise TypeError(f"measure: grad_to_none must be a list of tensors, got {type(others[0]).__name__} in it")
-    if isinstance(rep, bool) or not isinstance(rep, numbers.Real) or not 0 < rep < math.inf:
-        raise ValueError(f"measure: rep must be a number of milliseconds above 0, got {rep!r}")
+    if isinstance(rep, bool) or not isinstance(rep, numbers.Real) or not 0 < rep <= LARGEST:
+        raise ValueError(f"measure: rep must be a number of milliseconds above 0, got {got(rep)}")
     tiny = torch.zeros(1, device=_gpu("measure"))
     driver = triton.runtime.driver.active
     device, cache = driver.get_device_interface(), driver.get_empty_cache_for_benchmark()
@@ -190,15 +192,15 @@ def gbps(n_bytes: float, times: tuple[float, float, float]) -> tuple[float, floa
 
 def _rates(name: str, what: str, count: float, times: tuple[float, float, float], unit: float) -> tuple:
     if not _is_number(count) or not 0 <= count <= LARGEST:
-        raise ValueError(f"{name}: {what} must be a finite number that is not negative, got {count!r}")
+        raise ValueError(f"{name}: {what} must be a finite number that is not negative, got {got(count)}")
     is_three = isinstance(times, tuple | list) and len(times) == 3 and all(map(_is_number, times))
     if not is_three or not 0 < times[1] <= times[0] <= times[2] <= LARGEST:
         rule = "a median, a 20 % and an 80 % quantile above 0, as measure returns them"
-        raise ValueError(f"{name}: times must be {rule}, got {times!r}")
+        raise ValueError(f"{name}: times must be {rule}, got {got(times)}")
     median, fast, slow = times
     rates = tuple(count / ms / unit for ms in (median, slow, fast))
     if not rates[2] <= LARGEST:
-        raise ValueError(f"{name}: times must be long enough for a rate that float64 can hold, got {times!r}")
+        raise ValueError(f"{name}: times must be long enough for a rate that float64 can hold, got {got(times)}")
     return rates
 
 
@@ -298,7 +300,7 @@ def environment() -> Environment:
         triton=triton.__version__,
         python=platform.python_version(),
         package=sys.modules[__package__].__version__,
-        commit=os.environ.get("GALLERY_COMMIT") or _commit(),
+        commit=(os.environ.get("GALLERY_COMMIT") or _commit()).lower(),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
 
@@ -359,11 +361,13 @@ def load(name: str, gpu: str | None = None) -> Report:
 
     Raises:
         FileNotFoundError: no GPU's records hold this benchmark, or not those of `gpu`.
-        TypeError: `name` is no text.
+        TypeError: `name` or `gpu` is no text.
         ValueError: the record is not valid.
     """
     if not isinstance(name, str):
         raise TypeError(f"load: name must be a str, got {type(name).__name__}")
+    if not isinstance(gpu, str | None):
+        raise TypeError(f"load: gpu must be a str, got {type(gpu).__name__}")
     return _load(name, gpu, lambda record: frozenset())
 
 
@@ -435,7 +439,7 @@ def roofline(
         peak: the flat part of the roof: "matmul-fp16", "matmul-bf16" or "matmul-fp8".
 
     Raises:
-        TypeError: `report` is no `Report`, or `points` no dict.
+        TypeError: `report` is no `Report`, `points` no dict, or `title` no text.
         ValueError: there are no points, or they are no pairs of positive numbers, `peak` is no rate of arithmetic, or
             the report is not yet measured.
         FileNotFoundError: the report was measured on a GPU whose limits no committed record holds.
@@ -447,13 +451,16 @@ def roofline(
         >>> tg.benchmark.roofline(report, {"4096³": (4096 / 3, rate)})
     """
     if not isinstance(report, Report):
-        raise TypeError(f"roofline: report must be a Report, such as load gives, got {type(report).__name__}")
+        kind = f"{type(report).__module__}.{type(report).__qualname__}"
+        raise TypeError(f"roofline: report must be a benchmark.Report, such as load gives, got {kind}")
     if not isinstance(points, dict):
         raise TypeError(f"roofline: points must be a dict, got {type(points).__name__}")
+    if not isinstance(title, str | None):
+        raise TypeError(f"roofline: title must be a str, got {type(title).__name__}")
     if not report.record["rows"] and not report.live:
         raise ValueError(f"roofline: report must be measured; {report.record['benchmark']} is {report.status()[0]}")
     if not points or not all(map(_is_point, points.values())):
-        raise ValueError(f"roofline: points must have a positive intensity and rate, got {points}")
+        raise ValueError(f"roofline: points must have a positive intensity and rate, got {got(points)}")
     if not isinstance(peak, str) or LIMITS.get(peak) != "TFLOP/s":
         raise ValueError(f"roofline: peak must be one of {', '.join(list(LIMITS)[1:])}, got {peak!r}")
     heading = f"{title or report.record['title']}: roofline of the {report.record['gpu']}"
@@ -513,12 +520,17 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     """
     if not isinstance(benchmark, triton.testing.Benchmark):
         raise TypeError(f"perf_report: benchmark must be one triton.testing.Benchmark, got {type(benchmark).__name__}")
+    texts = {"title": title, "ylabel": benchmark.ylabel, "plot_name": benchmark.plot_name, "xlabel": benchmark.xlabel}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise TypeError(f"perf_report: {name} must be a str, got {type(text).__name__}")
     if benchmark.ylabel not in _UNITS:
         raise ValueError(f"perf_report: ylabel must be one of {', '.join(_UNITS)}, got {benchmark.ylabel!r}")
-    if not isinstance(benchmark.plot_name, str):
-        raise TypeError(f"perf_report: plot_name must be a str, got {type(benchmark.plot_name).__name__}")
     if Path(benchmark.plot_name).name != benchmark.plot_name or benchmark.plot_name in ("", ".."):
         raise ValueError(f"perf_report: plot_name must name a file, without folders, got {benchmark.plot_name!r}")
+    if not benchmark.plot_name.isprintable() or len(benchmark.plot_name.encode()) > 250:  # and ".json"
+        rule = "must be printable and of at most 250 bytes, as names of files are"
+        raise ValueError(f"perf_report: plot_name {rule}, got {got(benchmark.plot_name)}")
     if not all(isinstance(names, list | tuple) for names in (benchmark.line_names, benchmark.line_vals)):
         kinds = f"{type(benchmark.line_names).__name__} and {type(benchmark.line_vals).__name__}"
         raise TypeError(f"perf_report: line_names and line_vals must be lists, got {kinds}")
@@ -541,13 +553,18 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     if not isinstance(xs, list):
         raise TypeError(f"perf_report: x_vals must be a list, got {type(benchmark.x_vals).__name__}")
     sizes = [size for x in xs for size in (x if isinstance(x, list) else [x])]
-    if not all(isinstance(size, int | str) or (isinstance(size, float) and math.isfinite(size)) for size in sizes):
-        raise TypeError(f"perf_report: x_vals must hold numbers, names or tuples of these, got {xs}")
-    n_values = min(len(set(map(str, xs))), len({tuple(x) if isinstance(x, list) else x for x in xs}))
+    if not all(map(is_place, sizes)):
+        rule = "must hold numbers that float64 can hold, names, or tuples of these"
+        raise TypeError(f"perf_report: x_vals {rule}, got {got(xs)}")
+    places = [_recorded(x) for x in xs]
+    n_values = min(len(set(map(str, places))), len(set(places)))
     if not xs or n_values < len(xs):
         raise ValueError(f"perf_report: x_vals must hold one value or more, no two alike, got {xs}")
     if any(len(x) != n_sizes for x in xs if isinstance(x, list)):
         raise ValueError(f"perf_report: each of x_vals must be a number or {n_sizes}, one for each x_name, got {xs}")
+    for name, flag in (("x_log", benchmark.x_log), ("y_log", benchmark.y_log)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"perf_report: {name} must be True or False, got {got(flag)}")
     if benchmark.x_log and any(isinstance(size, int | float) and size <= 0 for size in sizes):
         raise ValueError(f"perf_report: x_vals must be positive where x_log is set, got {xs}")
     if not isinstance(benchmark.args, dict):
@@ -555,9 +572,6 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     names = [*x_names, benchmark.line_arg, *benchmark.args]
     if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"perf_report: x_names, line_arg and args must be arguments, no two alike, got {names}")
-    for name, text in (("title", title), ("xlabel", benchmark.xlabel)):
-        if not isinstance(text, str):
-            raise TypeError(f"perf_report: {name} must be a str, got {type(text).__name__}")
     if limit is not None and (not isinstance(limit, str) or LIMITS.get(limit) != benchmark.ylabel):
         kinds = ", ".join(["None", *(kind for kind, unit in LIMITS.items() if unit == benchmark.ylabel)])
         raise ValueError(f"perf_report: for {benchmark.ylabel} limit must be one of {kinds}, got {limit!r}")
@@ -596,7 +610,8 @@ class PerfReport:
         Raises:
             OSError: ``TRITON_GALLERY_RECORDS`` names no folder that can be written to.
             RuntimeError: a record is asked for and there is no GPU. What our own provider raises passes as it is.
-            ValueError: the function returned no rate, or a record is asked for, and its provenance is not complete.
+            ValueError: the function returned no rate, or None for ours at every x; or a record is asked for, and its
+                provenance is not complete.
         """
         name, folder = self.benchmark.plot_name, os.environ.get("TRITON_GALLERY_RECORDS")
         if _device() is None:
@@ -614,11 +629,11 @@ class PerfReport:
         if folder:
             # Refuse incomplete provenance now, with a row that stands in for the ones to come, and not after minutes.
             validate(record | {"limit": None, "rows": [{"x": 1, "provider": OURS, "median": 1, "p20": 1, "p80": 1}]})
-            file = Path(folder, slug(record["gpu"]), f"{name}.json")
             try:
+                file = Path(folder, slug(record["gpu"]), f"{name}.json").expanduser()
                 file.parent.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=file.parent).close()
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # the latter of the home of nobody
                 rule = "TRITON_GALLERY_RECORDS must name a folder that can be written to"
                 raise OSError(f"{name}: {rule}: {error}") from None
         record |= {"limit": None, "left_out": [], "rows": []}
@@ -632,6 +647,8 @@ class PerfReport:
         self._measure(xs[0], {"left_out": [], "rows": []})
         for x in xs:
             self._measure(x, record)
+        if not is_study(name) and all(row["provider"] != OURS for row in record["rows"]):
+            raise ValueError(f"{name}: {self.fn.__name__} must return a rate of {OURS} at some x, got None at each")
         report = Report(record, live=True)
         if folder:
             validate(record)
@@ -664,7 +681,7 @@ class PerfReport:
         """Add to the record the rows of one x, and what was left out of them."""
         bench, is_tuple = self.benchmark, isinstance(x, (list, tuple))
         sizes = dict(zip(bench.x_names, x if is_tuple else [x] * len(bench.x_names), strict=True))
-        x = "×".join(map(str, x)) if is_tuple else x
+        x = _recorded(x)
         torch.accelerator.empty_cache()
         if "torch._dynamo" in sys.modules:
             # After eight shapes of one function torch.compile quietly falls back to eager, a weaker peer.
@@ -689,7 +706,9 @@ class PerfReport:
                         left_out[name] = "does not apply"
                     elif not _is_rate(point):
                         rule = "must return a median, a quantile below and one above it, all positive, or None"
-                        raise ValueError(f"{bench.plot_name}: {self.fn.__name__} {rule}; for {name} it gave {point!r}")
+                        raise ValueError(
+                            f"{bench.plot_name}: {self.fn.__name__} {rule}; for {name} it gave {got(point)}"
+                        )
         names = list(bench.line_names)
         n_bytes = next((getattr(point, "n_bytes", 0) for point in points.get(OURS, ())), 0)
         if self.limit == "copy" and n_bytes > 0:
@@ -709,7 +728,7 @@ class PerfReport:
 def _is_rate(point) -> bool:
     try:
         median, low, high = point
-        return 0 < low <= median <= high < math.inf
+        return 0 < low <= median <= high <= LARGEST
     except (TypeError, ValueError):
         return False
 
@@ -719,6 +738,11 @@ def _plain(x):
     if isinstance(x, list | tuple):
         return [_plain(part) for part in x]
     return x.tolist() if hasattr(x, "tolist") else x
+
+
+def _recorded(x):
+    """A value of the sweep as a record has it."""
+    return "×".join(map(str, x)) if isinstance(x, list | tuple) else x
 
 
 def _round(value: float) -> float:

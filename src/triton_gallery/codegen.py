@@ -9,6 +9,7 @@ knows the name of a target stands in for the GPU's.
 import functools
 import html
 import io
+import json
 import os
 import pickle
 import re
@@ -49,7 +50,10 @@ class _Assembly(dict):
             file.write(self["cubin"])
             file.flush()
             command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", "--print-line-info", file.name]
-            self["sass"] = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"sass: nvdisasm cannot read the cubin: {done.stderr.strip()}")
+        self["sass"] = done.stdout
         return self["sass"]
 
     def texts(self) -> list[str]:
@@ -132,6 +136,7 @@ class Report:
 
         Raises:
             ValueError: the report has no such kernel, target or stage.
+            RuntimeError: nvdisasm, which gives "sass", does not know the target.
         """
         matches = [k for k in self.kernels if k.target == target and kernel in (None, k.name)]
         if not matches:
@@ -201,10 +206,11 @@ def inspect(
         RuntimeError: the call failed, or a kernel did not compile; the message is the child process's.
 
     Notes:
-        Of torch's settings, whether float32 products may round to TensorFloat-32 and whether algorithms have to be
-        deterministic count as they are at the call; autocast does not. A process compiles the same call once; Triton's
-        cache on disk keeps it for the next one. Shared memory is what a program asks for at launch; registers and
-        spills come from ptxas for NVIDIA, from the code object for AMD.
+        Of torch's settings, whether float32 products may round to TensorFloat-32, whether algorithms have to be
+        deterministic, and the default dtype count as they are at the call; autocast does not. A process compiles the
+        same call once, if it compiles, and with the same environment variables of the compilers; Triton's cache on disk
+        keeps it for the next one. Shared memory is what a program asks for at launch; registers and spills come from
+        ptxas for NVIDIA, from the code object for AMD.
 
     Example:
         >>> import torch, triton_gallery
@@ -288,7 +294,8 @@ def listing(
         args: its arguments, as for `inspect`.
         target: a name such as "sm_90" or "gfx942".
         kernel: the kernel's name; the first one when None.
-        stages: which stages to show, of "ttir", "ttgir", "ptx", "sass" and "amdgcn"; None shows all that there are.
+        stages: which stages to show, of "ttir", "ttgir", "ptx", "sass" and "amdgcn"; None shows all that there are
+            ("sass" only where nvdisasm knows the target).
         backward: compile the gradient's kernels too.
         kwargs: its keyword arguments.
 
@@ -298,7 +305,8 @@ def listing(
     Raises:
         TypeError: the function cannot be imported by name in another process, or an argument cannot travel there.
         ValueError: there is no such target, kernel or stage, or nothing was launched.
-        RuntimeError: the call failed, or a kernel did not compile; the message is the child process's.
+        RuntimeError: the call failed, or a kernel did not compile, with the child process's message; or nvdisasm does
+            not know the target of the "sass" asked for.
 
     Example:
         >>> import torch, triton_gallery
@@ -322,6 +330,11 @@ def listing(
     there = [kind for kind in asm.texts() if kind != "llir"]
     if missing := [kind for kind in stages or () if kind not in there]:
         raise ValueError(f"listing: stages must be among {', '.join(there)}, got {missing[0]!r}")
+    if stages is None and "sass" in there:
+        try:
+            asm["sass"]
+        except RuntimeError:  # nvdisasm does not know every target that ptxas knows
+            there.remove("sass")
     file, first, source = found.source
     lines = range(first, first + len(source))
     return Listing(
@@ -339,6 +352,12 @@ def listing(
 
 # The child writes this before its answer: what it imports may print, too.
 _ANSWER = b"\nthe outcomes of codegen:\n"
+
+# What steers the compilers, by its name in the environment.
+_STEERS = re.compile("TRITON|PTXAS|LLVM|AMDGCN|_MMA_|TMEM")
+
+# What the child answered, by the request and what steered the compilers.
+_answers: dict[tuple, bytes] = {}
 
 
 class _Pickler(pickle.Pickler):
@@ -410,7 +429,7 @@ def _pack(
         name = f"{module}.{_name(named)}"
         if name.startswith("__main__.") or "<" in name:
             raise TypeError(f"{op}: function must be importable in another process, got {name}; move it to a module")
-    settings = allows_tf32(), torch.are_deterministic_algorithms_enabled()
+    settings = allows_tf32(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump((calls, targets, keep_asm, settings, versions))
@@ -442,30 +461,40 @@ def _versions(module: str) -> dict[str, int]:
 
 
 def _compile(request: bytes, line_info: bool = False) -> list[list[list[Kernel] | str]]:
-    """For each call, for each target: the kernels, or the error's text."""
-    return pickle.loads(_answer(request, line_info))
-
-
-@functools.cache
-def _answer(request: bytes, line_info: bool) -> bytes:
-    """What the child says. Who asks again gets kernels of their own, which nobody has changed."""
+    """For each call, for each target: the kernels, or the error's text. What failed is tried anew by the next call."""
     env = os.environ | {
         "TRITON_INTERPRET": "0",
         # Line tables make up half of the assembly, and the code is the same.
         "TRITON_DISABLE_LINE_INFO": "0" if line_info else "1",
         # A folder of its own: every entry in it was compiled with ptxas's log kept.
         "TRITON_CACHE_DIR": os.path.join(triton.knobs.cache.dir, "codegen-lines" if line_info else "codegen"),
-        # Python takes no notice of entries that are no text.
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str)),
     }
     env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns about a coming default where it is not set
-    command = [sys.executable, "-P", "-c", "from triton_gallery import codegen; codegen._serve()"]
-    child = subprocess.run(command, input=request, env=env, capture_output=True)
+    key = request, *sorted(setting for setting in env.items() if _STEERS.search(setting[0]))
+    answer = _answers.get(key) or _ask(request, env, "listing" if line_info else "inspect")
+    # Each time anew: who asks again gets kernels of their own, which nobody has changed.
+    outcomes = pickle.loads(answer)
+    if not any(isinstance(outcome, str) for of_call in outcomes for outcome in of_call):
+        _answers[key] = answer
+    return outcomes
+
+
+def _ask(request: bytes, env: dict[str, str], op: str) -> bytes:
+    """What the child says."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch cannot be imported from nowhere
+        raise RuntimeError(f"{op}: the compiling process needs a working directory, and it is gone") from None
+    # Not in PYTHONPATH, which would part a folder at its colon. Python takes no notice of entries that are no text.
+    path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+    program = "import json, sys; sys.path = json.loads(sys.argv.pop())"
+    program += "; from triton_gallery import codegen; codegen._serve()"
+    child = subprocess.run([sys.executable, "-P", "-c", program, path], input=request, env=env, capture_output=True)
     _, found, answer = child.stdout.partition(_ANSWER)
     if child.returncode != 0 or not found:
         lines = child.stderr.decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), f"exit status {child.returncode}")
-        raise RuntimeError(f"{'listing' if line_info else 'inspect'}: the compiling process failed: {last}")
+        raise RuntimeError(f"{op}: the compiling process failed: {last}")
     return answer
 
 
@@ -512,10 +541,11 @@ def _serve() -> None:
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         request = sys.stdin.buffer.read()
-        _, targets, keep_asm, (tf32, is_deterministic), _ = _unpacked(request)
+        _, targets, keep_asm, (tf32, is_deterministic, default_dtype), _ = _unpacked(request)
         torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
         # Not by use_deterministic_algorithms: it imports torch's compiler, for longer than a small kernel takes.
         torch.set_deterministic_debug_mode("error" if is_deterministic else "default")
+        torch.set_default_dtype(default_dtype)
         _keep_ptxas_log()
         _collect_launches()
         outcomes = []
