@@ -22,6 +22,8 @@ export GALLERY_COMMAND := make $(MAKECMDGOALS)$(if $(PAGE), PAGE=$(PAGE))
 SPHINX = $(PY) -m sphinx -c . -n -W --keep-going
 # A draft does not execute every page, and says so on each.
 DRAFT = $(SPHINX) -A draft=1
+# Is there while build/html holds what `make html` built without an error.
+WHOLE := build/html.whole
 PUBLISH = $(PY) docs/_ext/publish.py build/html "$(or $(DEST),build/site)" $(if $(VERSION),"$(VERSION)")
 PAGES = $(or $(PAGE),*)
 # Only a name is both: wildcard takes * and ? for patterns, and filter %.
@@ -42,14 +44,18 @@ help:  ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 html: $(or $(INSTALLED),check-site)  ## Execute the pages that changed and build the site into build/html
+	@rm -f $(WHOLE)
 	$(SPHINX) docs build/html
+	@touch $(WHOLE)
 
 html-fast: $(WRONG_PAGE) $(or $(INSTALLED),check-site)  ## Build the site without executing the gallery's pages (the guide's code runs); with PAGE=..., execute that one
+	@rm -f $(WHOLE)
 	$(DRAFT) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) docs build/html
 
 page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
 
 serve: $(WRONG_PAGE) $(or $(INSTALLED),check-serve)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
+	@rm -f $(WHOLE)
 	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) -A live=1 $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) \
 	  --watch examples --watch src --ignore "*/_generated/*" --ignore "*/tutorials/*" --ignore "*/python-api/generated/*" \
 	  --ignore "*/__pycache__/*" --port 8000 docs build/html
@@ -132,7 +138,7 @@ can-publish: $(or $(INSTALLED),check-site)
 	@$(PUBLISH) --check
 
 site-is-built:
-	@test -f build/html/index.html || { echo "make: there is no site in build/html; make html builds it" >&2; exit 1; }
+	@test -f $(WHOLE) || { echo "make: build/html holds no site, a draft, or what an error left; make html builds it" >&2; exit 1; }
 
 page-is-missing:
 	@echo "make: $(if $(PAGE),examples has no page $(PAGE); )name the page, such as PAGE=02-fused-softmax" >&2; exit 1

@@ -245,7 +245,7 @@ class Report:
             elif ratios:
                 # To the two digits shown: half a percent is within the spread of the timings.
                 slower = ", ".join(str(x) for x, ratio in ratios.items() if round(ratio, 2) < 1)
-                where = f"slower at {r['x']} {slower}" if slower else "slower nowhere by more than half a percent"
+                where = f"slower at {r['x']} {slower}" if slower else "never over 0.5 % slower"
                 lines.append(f"{first} / {peer}: {_range(ratios.values(), _times)}; {where}")
         if r["limit"]:
             shares = _range([value / r["limit"]["value"] for value in ours.values()], _percent)
