@@ -56,12 +56,13 @@ torch.testing.assert_close(
 # positions in all, so the longer the sequences are, the fewer there are of them.
 
 n_positions, width, head_dim = 16384, 2048, 128
+print("                                                operations per byte")
+print("    S   q, k, v and out     scores     scores in memory   without them")
 for S in (512, 2048, 8192, 16384):
     n_heads = n_positions // S * (width // head_dim)  # of all sequences together
     flops = 4 * n_heads * S * S * head_dim
     io, scores = 2 * 4 * n_heads * S * head_dim, 2 * n_heads * S * S  # bytes in float16
-    print(f"S = {S:5}: q, k, v and out {io >> 20} MiB, scores {scores >> 20:5} MiB; operations per byte: ", end="")
-    print(f"{flops / (io + 4 * scores):3.0f} with the scores in memory, {flops / io:4.0f} without")
+    print(f"{S:5}{io >> 20:12} MiB {scores >> 20:8} MiB{flops / (io + 4 * scores):17.0f}{flops / io:17.0f}")
 
 # %%
 # With the scores in memory, four trips of :math:`S^2` numbers with two bytes each, the arithmetic intensity cannot
