@@ -501,7 +501,9 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
     Args:
         benchmark: one ``triton.testing.Benchmark``. Its `ylabel` is the unit, "GB/s", "TFLOP/s" or, for what the host
             takes, "calls/ms"; its `line_names` hold "triton_gallery", unless its name begins with "guide-"; its
-            `styles` are not used.
+            `styles` are not used. Its `plot_name` names the record's file. If it begins with the name of an operation's
+            file, as "softmax-fp16" does, the record is outdated when that operation's kernels change; any record is
+            when the benchmark's own text does.
         title: what is measured, as a heading.
         limit: what to measure in the same run as the hardware's limit: "copy" (GB/s); "matmul-fp16", "matmul-bf16" or
             "matmul-fp8" (TFLOP/s), as the function `limit` describes them; or None. "copy" also measures, as one more
