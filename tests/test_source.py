@@ -1,5 +1,7 @@
 """The digests by which a record knows the text that it measured."""
 
+from pathlib import Path
+
 import pytest
 
 from triton_gallery import _source
@@ -185,3 +187,9 @@ def test_digests_are_alike_in_all_versions_of_python():
         'def f(x: int, *, y=1.0):\n    """Doc."""\n    return [f"{x!r:>{y}} and {{}}" for _ in (1, True, None, "a")]\n'
     )
     assert _source.function_digest(text, "f") == "ea69e25d4d2e9646"
+
+
+def test_the_package_holds_nothing_else():
+    """What an editor or a patch left behind would be in every wheel."""
+    files = [file for file in Path(_source.__file__).parent.rglob("*.*") if "__pycache__" not in file.parts]
+    assert {file.suffix for file in files if file.is_file()} == {".py", ".json", ".md", ".typed"}

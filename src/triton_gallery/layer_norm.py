@@ -1153,8 +1153,8 @@ def layer_norm(
         TypeError: an argument is no tensor or number, or a dtype is not supported.
         ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, x lives where no kernel can
             run, or a row's length is within 2**14 below 2**31, where blocks are miscounted.
-        NotImplementedError: forward-mode differentiation reaches an argument, or a transform of ``torch.func``
-            differentiates a second time.
+        NotImplementedError: forward-mode differentiation reaches an argument, a transform of ``torch.func``
+            differentiates a second time, or ``create_graph=True`` meets a batch of gradients.
 
     Notes:
         The variance is the mean of squared distances from the mean, divided by n and not n - 1. Mean, variance and all
@@ -1211,8 +1211,8 @@ def rms_norm(
         TypeError: an argument is no tensor or number, or a dtype is not supported.
         ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, x lives where no kernel can
             run, or a row's length is within 2**14 below 2**31, where blocks are miscounted.
-        NotImplementedError: forward-mode differentiation reaches an argument, or a transform of ``torch.func``
-            differentiates a second time.
+        NotImplementedError: forward-mode differentiation reaches an argument, a transform of ``torch.func``
+            differentiates a second time, or ``create_graph=True`` meets a batch of gradients.
 
     Notes:
         The kernels are those of :func:`layer_norm`, with the mean left in: float32 sums (float64 for float64), rows of
