@@ -1946,11 +1946,11 @@ for seq_len in (512, 1024, 4096, 16384):
 # full. The consumers hardly ever wait for their turn, nor long for keys. What takes the time is their own instructions,
 # one after the other. It is about 420 cycles until the matrix unit has taken all products, and most of the rest is the
 # softmax: five instructions for each score, of which each of the four schedulers has only three warps to choose from.
-# Nothing of it decides alone. Without its exponentials the kernel ran 5 % faster, without the maximum and what follows
-# from it 8 %, without :math:`P V` 17 %, and without any softmax 30 %. And what might have helped did not. A fourth
-# consumer leaves registers for 64 keys at a time. A second tile of scores, computed ahead, leaves registers for two
-# consumers. To rescale only where the maximum has grown by much costs a branch. All were slower or no faster. (No
-# record holds these.)
+# Nothing of it decides alone. Without its exponentials the kernel took about a twentieth less time, without the maximum
+# and what follows from it a thirteenth, without :math:`P V` a seventh, and without any softmax not quite a quarter. And
+# what might have helped did not. A fourth consumer leaves registers for 64 keys at a time. A second tile of scores,
+# computed ahead, leaves registers for two consumers. To rescale only where the maximum has grown by much costs a
+# branch. All were slower or no faster. (No record holds these.)
 #
 # These are the other sweeps:
 
