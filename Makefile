@@ -30,7 +30,7 @@ PAGES = $(or $(PAGE),*)
 IS_PAGE := $(and $(wildcard examples/$(PAGE).py),$(filter $(PAGE),$(basename $(notdir $(wildcard examples/*.py)))))
 # What a command waits for that executes one page, where PAGE names none, or several
 WRONG_PAGE := $(if $(PAGE),$(if $(IS_PAGE),$(if $(word 2,$(PAGE)),page-is-missing),page-is-missing))
-# What a command that measures waits for, where PAGE names neither a page nor a chapter
+# What a command that measures waits for, where PAGE names neither a page nor a chapter, or several
 WRONG_MEASURE := $(if $(filter-out chapter-%,$(PAGE))$(word 2,$(PAGE)),$(WRONG_PAGE))
 MORE_WORKERS := $(or $(WORKERS),auto)
 WORKERS ?= 2

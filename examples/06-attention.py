@@ -693,8 +693,8 @@ except ValueError as error:
 #   :math:`V`, one to three *consumers* own 64 queries each and do the arithmetic, and barriers in shared memory tell
 #   each side when a tile has come or may go. Shared memory has two places for tiles of keys, two for tiles of values,
 #   and mostly two for those of queries, so that the next ones arrive while these are at work. Up to head dimension 64,
-#   one or two consumers keep their queries in registers, and each product reads only keys from shared memory; three
-#   have no registers to spare.
+#   one or two consumers keep their queries in registers, so that :math:`Q K^{\mathsf T}` reads only keys from shared
+#   memory; three have no registers to spare.
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
 #   own product.
@@ -1944,13 +1944,13 @@ for seq_len in (512, 1024, 4096, 16384):
 # kernel read the multiprocessor's clock. For 64 queries and 128 keys a consumer needs some 2640 cycles. Three of them
 # are at work, so such a tile takes 880. The products need 512 of these, and the exponentials as many: neither unit is
 # full. The consumers hardly ever wait for their turn, nor long for keys. What takes the time is their own instructions,
-# one after the other. It is about 420 cycles until the matrix unit has taken all products, and most of the rest is the
-# softmax: five instructions for each score, of which each of the four schedulers has only three warps to choose from.
-# Nothing of it decides alone. Without its exponentials the kernel took about a twentieth less time, without the maximum
-# and what follows from it a thirteenth, without :math:`P V` a seventh, and without any softmax not quite a quarter. And
-# what might have helped did not. A fourth consumer leaves registers for 64 keys at a time. A second tile of scores,
-# computed ahead, leaves registers for two consumers. To rescale only where the maximum has grown by much costs a
-# branch. All were slower or no faster. (No record holds these.)
+# one after the other. For about 420 cycles a consumer hands products to the matrix unit (the last are then still at
+# work), and most of the rest is the softmax: five instructions for each score, and each of the four schedulers has only
+# three warps to choose the next one from. Nothing of it decides alone. Without its exponentials the kernel took about a
+# twentieth less time, without the maximum and what follows from it a thirteenth, without :math:`P V` a seventh, and
+# without any softmax not quite a quarter. And what might have helped did not. A fourth consumer leaves registers for
+# only 64 keys at a time. A second tile of scores, computed ahead, leaves registers for only two consumers. To rescale
+# only where the maximum has grown by much costs a branch. All were slower or no faster. (No record holds these.)
 #
 # These are the other sweeps:
 

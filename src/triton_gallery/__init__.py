@@ -31,7 +31,7 @@ if "triton" in sys.modules:
     if triton.knobs.runtime.interpret and isinstance(triton.language.sum, triton.JITFunction):
         raise ImportError(
             "triton_gallery: TRITON_INTERPRET was set after triton had been imported, which is too late; set it before "
-            "Python starts, or import triton_gallery before triton"
+            "Python starts, or before the first import of triton or triton_gallery"
         )
 
 from . import benchmark, codegen

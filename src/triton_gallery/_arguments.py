@@ -34,7 +34,8 @@ class _FewWords(reprlib.Repr):
         return type(x).__name__ if is_array else super().repr_instance(x, level)
 
 
-# What a message says arrived: of a tensor its type, of a long value its beginning and its end.
+# What a message says arrived: of a tensor its type, of a long text its beginning and its end, of a long sequence its
+# beginning.
 got = _FewWords().repr
 
 

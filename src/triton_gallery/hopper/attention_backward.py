@@ -82,7 +82,8 @@ def _item(n_done, schedule_ptr, schedule_width, n_items, HAS_LIMIT: gl.constexpr
     """The number of the item that this program does after n_done others; negative after its last.
 
     An item is a key tile of a head, or a part of one: of head after head, and there of tile after tile. Without limits
-    all are about equal, and programs take them in turn. (With them, all key tiles are shared, or none.)
+    whole tiles take equally long, and so do the parts, which come last; so programs take the items in turn. (With
+    limits, all key tiles are shared, or none.)
     """
     if HAS_LIMIT:
         item = gl.load(schedule_ptr + gl.program_id(0) * schedule_width + n_done)
