@@ -626,6 +626,14 @@ report_backward
 # way. So here ours walks twice as well (`_softmax_bwd_twice_kernel`), and again from 32769 to 49152. In between, 32768
 # columns included, one walk was the quicker one. No record holds these trials.
 #
+# Rows of an odd length are moved in whole vectors, as they are forward, and walked once
+# (`_softmax_bwd_unaligned_kernel`): 16-bit rows from 192 to 24569 numbers, where the matrix has 6 MiB or more. Backward
+# a vector waits in four registers, as it came, not in eight. So a thread can hold up to 12 of each input, and four
+# warps are enough for a row of 12281 numbers. (With eight warps, whose threads have five, rows of 8191 were slower than
+# number by number, and we do not know why; another trial without a record.) At 3905 columns we reach
+# :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 3905` of a copy's rate, at 4096
+# :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 4096`.
+#
 # Longer rows lie in parts on several multiprocessors, as they do forward. At 65536 we reach
 # :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 65536` of a copy's rate. There `torch.compile`
 # has :measured:`softmax-bwd-fp16: torch.compile / copy of as many bytes at 65536`, which is about what five trips

@@ -83,6 +83,8 @@ CASES = [
     Case("softmax", [(4096, 1000)], (F16,)),
     Case("softmax", [(4096, 3905)], (F16,), always=True),
     Case("softmax", [(4096, 5001)], (F16,)),
+    Case("softmax", [(4096, 12281)], (F16,)),
+    Case("softmax", [(4096, 24569)], (F16,)),
     Case("softmax", [(4096, 8192)], (F32, F64)),
     Case("softmax", [(4096, 12288)], (F16, F32, F64)),
     Case("softmax", [(4096, 20480)], (F16,), always=True),

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import strategies as st
 
 import triton_gallery as tg
@@ -141,13 +142,17 @@ def test_rows_that_can_or_cannot_be_read_16_bytes_at_a_time(op, dtype, n_cols, s
 
 @pytest.mark.parametrize(("op", "dtype"), in_turn(BOTH, FLOATS[:2]), ids=str)
 @pytest.mark.parametrize(
-    ("n_rows", "n_cols"), [(1, 193), (2, 259), (9, 201), (17, 631), (17, 641), (8, 1025), (3, 2501), (2, 5113)]
+    ("n_rows", "n_cols"),
+    [(1, 193), (2, 259), (9, 201), (17, 631), (17, 641), (8, 1025), (3, 2501), (2, 5113), (3, 8191)],
 )
 def test_rows_that_begin_anywhere(op, dtype, n_rows, n_cols, device, monkeypatch):
     monkeypatch.setattr(module, "_MIN_BYTES_UNALIGNED", 0)
     # The row strides differ from the rows' length by 16 bytes; no kernel may take what lies between for numbers.
     x = torch.full((n_rows + 9, n_cols + 8), NAN, device=device, dtype=dtype)[8:-1, :n_cols]
-    assert module._unaligned_tile(x, x, n_rows, n_cols, x.stride(0) if n_rows > 1 else n_cols)
+    dense = torch.empty(n_rows, n_cols, device=device, dtype=dtype)
+    # Further apart than the next row is only who has a next one.
+    assert module._unaligned_tile(x if n_rows > 1 else dense, dense) or n_cols > 5113
+    assert module._unaligned_tile(dense, dense, dense)
     x.copy_(torch.randn(n_rows, n_cols, device=device) * 3)
     check(op, x)
     check(op, torch.randn(n_rows, n_cols, device=device).mul(3).to(dtype), dtype=torch.float32)
@@ -156,12 +161,16 @@ def test_rows_that_begin_anywhere(op, dtype, n_rows, n_cols, device, monkeypatch
 
 
 def test_few_odd_rows_are_faster_one_by_one():
-    def tile(n_rows, n_cols):
+    def fwd(n_rows, n_cols, n_tensors=2):
         x = torch.empty(n_rows, n_cols, device="meta", dtype=torch.float16)
-        return module._unaligned_tile(x, x, n_rows, n_cols, n_cols)
+        return module._unaligned_tile(*n_tensors * [x])
 
-    assert tile(4096, 781) and tile(16384, 259) and tile(2, 1025)
-    assert not (tile(2048, 781) or tile(4096, 259) or tile(2**20, 191) or tile(4096, 784) or tile(4096, 5121))
+    def bwd(n_rows, n_cols):
+        return fwd(n_rows, n_cols, 3)
+
+    assert fwd(4096, 781) and fwd(16384, 259) and fwd(2, 1025) and bwd(4096, 781) and bwd(4096, 24569)
+    assert not (fwd(2048, 781) or fwd(4096, 259) or fwd(2**20, 191) or fwd(4096, 784) or fwd(4096, 5121))
+    assert not (bwd(2048, 781) or bwd(64, 3905) or bwd(4096, 784) or bwd(4096, 24571))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +184,14 @@ def test_rows_that_begin_anywhere_are_stored_once_and_nothing_else_is_touched(n_
         BLOCK_COLS=64, N_BLOCKS=-(-(n_cols + 7) // 64), N_FULL=n_cols // 64,
     )  # fmt: skip
     assert not trace.outside and (trace.load_counts("x_ptr") >= 1).all() and (trace.store_counts("out_ptr") == 1).all()
+    y, dy, dx = torch.randn(3, n_rows, n_cols).half()
+    trace = tg.trace(
+        module._softmax_bwd_unaligned_kernel, (programs,), y, dy, dx, n_rows, n_cols, n_cols, n_cols, VECTOR=8,
+        BLOCK_ROWS=2, BLOCK_COLS=64, N_BLOCKS=-(-(n_cols + 7) // 64), N_FULL=n_cols // 64, IS_LOG=False,
+        STATS_DTYPE=tl.float32,
+    )  # fmt: skip
+    assert not trace.outside and (trace.store_counts("dx_ptr") == 1).all()
+    assert all((trace.load_counts(name) >= 1).all() for name in ("y_ptr", "dy_ptr"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
@@ -893,12 +910,13 @@ def test_row_lengths_share_compilations():
     ]
     outcomes = tg.codegen._compile(tg.codegen._pack(calls, ("sm_90",)))
     names = [name for name, _ in {(kernel.name, kernel.asm["ptx"]) for (kernels,) in outcomes for kernel in kernels}]
-    # Multiples of 16, other multiples of 8, of 4 and of 2, and odd lengths, which have a forward kernel of their own,
-    # for four and for five blocks.
+    # Multiples of 16, other multiples of 8, of 4 and of 2, and odd lengths, which have kernels of their own, for four
+    # and for five blocks.
     assert {name: names.count(name) for name in names} == {
         "_softmax_fwd_kernel": 4,
         "_softmax_fwd_unaligned_kernel": 2,
-        "_softmax_bwd_kernel": 5,
+        "_softmax_bwd_kernel": 4,
+        "_softmax_bwd_unaligned_kernel": 2,
     }
 
 

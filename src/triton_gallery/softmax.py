@@ -35,10 +35,13 @@ PACKED_COLS = 48 * 1024, 32 * 1024
 # Longer rows than this (backward, than twice this) have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024
 # Rows of 16-bit numbers that begin anywhere are moved in vectors of 16 bytes, if they have at least so many numbers and
-# are in one block at least so many bytes: fewer are faster one by one. A thread has at most so many vectors of a row.
+# are (forward only those in one block) at least so many bytes: fewer are faster one by one.
 _SHORTEST_UNALIGNED = 192
 _MIN_BYTES_UNALIGNED = 6 * 2**20
-_MAX_BLOCKS = 5
+# Warps of such a row, or of two, and the most vectors of it that a thread has: the fewer warps share a row, the fewer
+# wait for each other. Backward, numbers wait as they came, two in a register.
+_UNALIGNED_FWD = {0.5: 5, 1: 5, 2: 5, 4: 5}
+_UNALIGNED_BWD = {0.5: 5, 1: 5, 2: 5, 4: 12, 8: 12}
 # How much of a longer row one step of an online kernel reads: 16 bytes for each thread of 16 warps.
 _ONLINE_BLOCK_BYTES = 8 * 1024
 # Few rows of at least as many blocks are cut into parts; of more blocks where there are more than 32 rows: measured on
@@ -541,6 +544,70 @@ def _softmax_bwd_blocks_kernel(
 
 
 @triton.jit
+def _differentiate_rows(
+    y_ptr, dy_ptr, dx_ptr, rows, n_rows, n_cols, y_row_stride, dy_row_stride, begin, end, VECTOR: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, N_BLOCKS: tl.constexpr, N_FULL: tl.constexpr, IS_LAST_ROW: tl.constexpr,
+    IS_LOG: tl.constexpr, STATS_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of some rows that begin at the same place in a vector of 16 bytes."""
+    lanes = tl.arange(0, BLOCK_COLS)
+    row_mask = rows < n_rows
+    y_row_ptrs = row_vectors(y_ptr, rows, y_row_stride, VECTOR)
+    dy_row_ptrs = row_vectors(dy_ptr, rows, dy_row_stride, VECTOR)
+    dx_row_ptrs = row_vectors(dx_ptr, rows, n_cols, VECTOR)
+    ys = ()
+    dys = ()
+    for k in tl.static_range(N_BLOCKS):
+        cols = k * BLOCK_COLS + lanes
+        ys += (load_vectors(y_row_ptrs, row_mask, cols, begin, end, VECTOR, k < N_FULL, IS_LAST_ROW, 0.0),)
+        dys += (load_vectors(dy_row_ptrs, row_mask, cols, begin, end, VECTOR, k < N_FULL, IS_LAST_ROW, 0.0),)
+    sums = tl.zeros((rows.shape[0], BLOCK_COLS), STATS_DTYPE)
+    for k in tl.static_range(N_BLOCKS):
+        summand = _summand(ys[k].to(STATS_DTYPE), dys[k].to(STATS_DTYPE), IS_LOG)
+        sums += inside(summand, k * BLOCK_COLS + lanes, begin, end, k > 0 and k < N_FULL, 0.0)
+    row_sum = tl.sum(sums, axis=1, keep_dims=True)
+    for k in tl.static_range(N_BLOCKS):
+        dx = _gradient(ys[k].to(STATS_DTYPE), dys[k].to(STATS_DTYPE), row_sum, IS_LOG)
+        cols = k * BLOCK_COLS + lanes
+        store_vectors(dx_row_ptrs, dx, row_mask, cols, begin, end, VECTOR, k > 0 and k < N_FULL, False)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _softmax_bwd_unaligned_kernel(
+    y_ptr,  # (n_rows, n_cols), the forward's output, 16-byte aligned
+    dy_ptr,  # (n_rows, n_cols), 16-byte aligned
+    dx_ptr,  # (n_rows, n_cols), contiguous; its rows, and those of dy, begin where in a vector those of y do
+    n_rows,
+    n_cols,
+    y_row_stride,
+    dy_row_stride,
+    VECTOR: tl.constexpr,  # numbers in 16 bytes
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    N_BLOCKS: tl.constexpr,  # of columns
+    N_FULL: tl.constexpr,  # of these, those that every row fills, but for what the first lacks ahead of it
+    IS_LOG: tl.constexpr,
+    STATS_DTYPE: tl.constexpr,
+):
+    """Program i * VECTOR + j owns the BLOCK_ROWS rows j, j + VECTOR, ... from row i * VECTOR * BLOCK_ROWS on."""
+    place = tl.program_id(0) % VECTOR
+    first = (tl.program_id(0) // VECTOR).to(tl.int64) * (VECTOR * BLOCK_ROWS) + place
+    begin = row_begin(place.to(tl.int64), y_row_stride, VECTOR, False)
+    end = begin + n_cols
+    rows = first + tl.arange(0, BLOCK_ROWS) * VECTOR
+    last = n_rows - 1
+    _differentiate_rows(
+        y_ptr, dy_ptr, dx_ptr, rows, last, n_cols, y_row_stride, dy_row_stride, begin, end, VECTOR, BLOCK_COLS,
+        N_BLOCKS, N_FULL, False, IS_LOG, STATS_DTYPE,
+    )  # fmt: skip
+    if last >= first and last < first + VECTOR * BLOCK_ROWS and last % VECTOR == place:
+        _differentiate_rows(
+            y_ptr, dy_ptr, dx_ptr, last + tl.arange(0, BLOCK_ROWS).to(tl.int64), n_rows, n_cols, y_row_stride,
+            dy_row_stride, begin, end, VECTOR, BLOCK_COLS, N_BLOCKS, N_FULL, True, IS_LOG, STATS_DTYPE,
+        )  # fmt: skip
+
+
+@triton.jit
 def _softmax_bwd_twice_kernel(
     y_ptr,  # (n_rows, n_cols), the forward's output
     dy_ptr,  # (n_rows, n_cols)
@@ -827,10 +894,14 @@ def _launch_rows(
             rows = rows._replace(n_rows=1)
 
     args = (*inputs, out, n_rows, n_cols, *row_strides[:-1])
-    if is_forward and (tile := _unaligned_tile(*inputs, out, n_rows, n_cols, row_strides[0])) is not None:
+    tensors = [
+        x.as_strided((n_rows, n_cols), (stride, 1)) for x, stride in zip((*inputs, out), row_strides, strict=True)
+    ]
+    if (tile := _unaligned_tile(*tensors)) is not None:
         vector, block_rows, block_cols, num_warps = tile
+        kernel = _softmax_fwd_unaligned_kernel if is_forward else _softmax_bwd_unaligned_kernel
         launch(
-            _softmax_fwd_unaligned_kernel, (cdiv(n_rows, vector * block_rows) * vector,), *args,
+            kernel, (cdiv(n_rows, vector * block_rows) * vector,), *args,
             VECTOR=vector, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, N_BLOCKS=cdiv(n_cols + vector - 1, block_cols),
             N_FULL=n_cols // block_cols, num_warps=num_warps, **meta,
         )  # fmt: skip
@@ -859,9 +930,6 @@ def _launch_rows(
         return
 
     if not is_forward and is_hopper(out.device) and (resident := hopper.load("softmax_backward")) is not None:
-        tensors = [
-            x.as_strided((n_rows, n_cols), (stride, 1)) for x, stride in zip((*inputs, out), row_strides, strict=True)
-        ]
         if (plan := resident.plan_backward(*tensors)) is not None:
             resident.backward(*tensors, is_log, plan)
             return
@@ -995,25 +1063,27 @@ def _block_read_twice(y: torch.Tensor, n_rows: int, n_cols: int, dtype: torch.dt
     return None
 
 
-def _unaligned_tile(
-    x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int
-) -> tuple[int, int, int, int] | None:
+def _unaligned_tile(*tensors: torch.Tensor) -> tuple[int, int, int, int] | None:
     """(numbers in 16 bytes, rows, columns of a block, warps) for rows that begin anywhere: measured on an H200.
 
-    None where all begin with a vector of 16 bytes, where the kernel cannot take them, or where others are as fast.
+    None where all begin with a vector of 16 bytes, where the kernels cannot take them, or where others are as fast.
     """
-    vector = 16 // min(x.element_size(), out.element_size())
+    n_rows, n_cols = tensors[0].shape
+    vector = 16 // min(x.element_size() for x in tensors)
     # Two numbers at a time, or four, are as fast and do without the shift.
     if vector != 8 or n_cols < _SHORTEST_UNALIGNED or n_cols % 2 == 0:
         return None
-    if x.data_ptr() % 16 != 0 or (row_stride - n_cols) % vector != 0 or row_stride < vector:
+    if any(x.data_ptr() % 16 != 0 or (x.stride(0) - n_cols) % vector != 0 or x.stride(0) < vector for x in tensors):
         return None
-    if n_cols <= _ONE_BLOCK_COLS and n_rows * n_cols * x.element_size() < _MIN_BYTES_UNALIGNED:
+    is_backward = len(tensors) == 3
+    if is_backward and any(x.element_size() != 2 for x in tensors):
         return None
-    # Two rows for a warp, or one for 1, 2 or 4 of them: the fewer share a row, the fewer wait for each other.
-    for warps_per_row in (0.5, 1, 2, 4):
+    is_small = n_rows * n_cols * tensors[0].element_size() < _MIN_BYTES_UNALIGNED
+    if is_small and (is_backward or n_cols <= _ONE_BLOCK_COLS):
+        return None
+    for warps_per_row, max_vectors in (_UNALIGNED_BWD if is_backward else _UNALIGNED_FWD).items():
         block_cols = int(32 * warps_per_row) * vector
-        if n_cols + vector - 1 <= _MAX_BLOCKS * block_cols:
+        if n_cols + vector - 1 <= max_vectors * block_cols:
             return vector, max(1, int(1 / warps_per_row)), block_cols, max(1, int(warps_per_row))
     return None
 
@@ -1193,17 +1263,17 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
 
         Up to 32768 columns (16384 for float64, 49152 of a 16-bit dtype whose rows are 8-byte aligned) a row is read
         once and stays on the chip; longer ones are read twice, the second time from the L2 cache while it fits there.
-        (Backward these are 16384, 8192 and 32768 columns. On Hopper 8-byte aligned 16-bit rows of 14337 to 24576 and of
-        32769 to 49152 columns, if there are more of them than multiprocessors, are read twice, too, the second time
-        mostly from the L1 cache.) On Hopper longer 16-bit or float32 rows are read once, too, if there are two or more,
-        with up to 8 MiB each (on an H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance
-        from a row's end to the next row: they lie in parts on several multiprocessors, which exchange their maxima and
-        sums. (Backward these are 4 MiB each, down to an eighth of that where a row's length is no multiple of 16 bytes,
-        if the incoming gradient is so aligned and the numbers of x, of the result and of it are of one width.)
-        Elsewhere a few rows of 128 KiB or more are cut into parts that are read twice, so that they keep the whole GPU
-        busy. Rows that are not dense in memory, as with any dim but the last, are read where they lie, in tiles, and
-        twice beyond 2048 columns (1024 for float64, in the backward pass, and for rows that are dense and lie at uneven
-        distances).
+        (Backward these are 16384, 8192 and 32768 columns, and 24569 of 16 bits if their number is odd and all rows
+        together have 6 MiB. On Hopper 8-byte aligned 16-bit rows of 14337 to 24576 and of 32769 to 49152 columns, if
+        there are more of them than multiprocessors, are read twice, too, the second time mostly from the L1 cache.) On
+        Hopper longer 16-bit or float32 rows are read once, too, if there are two or more, with up to 8 MiB each (on an
+        H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a row's end to the next
+        row: they lie in parts on several multiprocessors, which exchange their maxima and sums. (Backward these are 4
+        MiB each, down to an eighth of that where a row's length is no multiple of 16 bytes, if the incoming gradient is
+        so aligned and the numbers of x, of the result and of it are of one width.) Elsewhere a few rows of 128 KiB or
+        more are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in
+        memory, as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
+        float64, in the backward pass, and for rows that are dense and lie at uneven distances).
 
     Example:
         >>> import torch, triton_gallery

@@ -76,37 +76,56 @@ def _copy_part(smem, part_ptr, cols, vectors, numbers, n_vectors, N_CHUNKS: gl.c
     """Bring the vectors of a part of a row into shared memory. Each thread meets there what it has copied itself."""
     CHUNK_VECTORS: gl.constexpr = cols.shape[0] * cols.shape[1]
     CHUNK: gl.constexpr = CHUNK_VECTORS * cols.shape[2]
-    for c in gl.static_range(N_CHUNKS):
-        ptrs = part_ptr + c * CHUNK + cols
-        if c < N_FULL:
-            async_copy_to_shared(smem.index(c), ptrs)
-        else:
-            # A vector has a number of the part or none, and a mask that says so keeps the copies 16 bytes wide. Its
-            # latter half is always true, and gives the first the shape of the chunk.
-            mask = (vectors < n_vectors - c * CHUNK_VECTORS) & (numbers >= 0)
-            async_copy_to_shared(smem.index(c), ptrs, mask=mask)
+    for c in gl.static_range(N_FULL):
+        async_copy_to_shared(smem.index(c), part_ptr + c * CHUNK + cols)
+    for c in range(N_FULL, N_CHUNKS):
+        # A vector has a number of the part or none, and a mask that says so keeps the copies 16 bytes wide. Its latter
+        # half is always true, and gives the first the shape of the chunk.
+        mask = (vectors < n_vectors - c * CHUNK_VECTORS) & (numbers >= 0)
+        async_copy_to_shared(smem.index(c), part_ptr + c * CHUNK + cols, mask=mask)
     async_copy.commit_group()
     async_copy.wait_group(0)
 
 
 @gluon.jit
+def _chunk(smem, c, cols, begin, end, IS_WHOLE: gl.constexpr, DTYPE: gl.constexpr):
+    """The c-th chunk of a part, with -inf for what is not of the row."""
+    x = _widen(smem.index(c).load(cols.type.layout), DTYPE)
+    if not IS_WHOLE:
+        col = c * (cols.shape[0] * cols.shape[1] * cols.shape[2]) + cols
+        x = gl.where((col >= begin) & (col < end), x, -float("inf"))
+    return x
+
+
+@gluon.constexpr_function
+def _in_rounds(n_full, unroll, aligned):
+    """The first of the whole chunks that a loop takes, so many in each round, and the one behind the last."""
+    first = 0 if aligned else 1
+    return first, first + max(0, n_full - first) // unroll * unroll
+
+
+@gluon.jit
 def _statistics(
     smem, cols, begin, end,
-    N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
+    N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, UNROLL: gl.constexpr, ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The maximum of a part of a row, and its sum of exp(x - maximum)."""
-    STEPS: gl.constexpr = cols.shape[0]
     THREADS: gl.constexpr = cols.shape[1]
-    CHUNK: gl.constexpr = STEPS * THREADS * cols.shape[2]
     BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cols.type.layout))
     # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
     m = gl.full([THREADS], -3.4028234663852886e38, gl.float32, BY_THREAD)
     s = gl.zeros([THREADS], gl.float32, BY_THREAD)
-    for c in gl.static_range(N_CHUNKS):
-        x = _widen(smem.index(c).load(cols.type.layout), DTYPE)
-        if c >= N_FULL or (c == 0 and not ALIGNED):
-            x = gl.where((c * CHUNK + cols >= begin) & (c * CHUNK + cols < end), x, -float("inf"))
-        m, s = _update(x, m, s)
+    if UNROLL == 0:
+        for c in range(N_CHUNKS):
+            m, s = _update(_chunk(smem, c, cols, begin, end, False, DTYPE), m, s)
+    else:
+        ROUNDS: gl.constexpr = _in_rounds(N_FULL, UNROLL, ALIGNED)
+        for first in range(ROUNDS[0], ROUNDS[1], UNROLL):
+            for k in gl.static_range(UNROLL):
+                m, s = _update(_chunk(smem, first + k, cols, begin, end, True, DTYPE), m, s)
+        for c in gl.static_range(N_CHUNKS):
+            if c < ROUNDS[0] or c >= ROUNDS[1]:
+                m, s = _update(_chunk(smem, c, cols, begin, end, c < N_FULL and (c > 0 or ALIGNED), DTYPE), m, s)
     part_max = gl.max(m, 0)
     return part_max, gl.sum(s * gl.exp(m - part_max), 0)
 
@@ -146,6 +165,7 @@ def _softmax_resident_fwd_kernel(
     CHUNK_STEPS: gl.constexpr,  # vectors per thread in a chunk
     N_CHUNKS: gl.constexpr,  # chunks of a part
     N_FULL: gl.constexpr,  # of these, those that every part fills
+    UNROLL: gl.constexpr,  # whole chunks in a round of a loop: written out one by one, many would take long to compile
     MAX_PARTS: gl.constexpr,
     ALIGNED: gl.constexpr,  # no cache line belongs to two rows
     IS_LOG: gl.constexpr,
@@ -181,7 +201,7 @@ def _softmax_resident_fwd_kernel(
     first = part * part_cols
     end = begin + gl.minimum(n_cols - first, part_cols)
     _copy_part(smem, x_row_ptr + first, cols, vectors, numbers, gl.cdiv(end, VECTOR), N_CHUNKS, N_FULL)
-    row_max, row_sum = _statistics(smem, cols, begin, end, N_CHUNKS, N_FULL, ALIGNED, OUT)
+    row_max, row_sum = _statistics(smem, cols, begin, end, N_CHUNKS, N_FULL, UNROLL, ALIGNED, OUT)
     if mail_ptr is not None:
         gdc_wait()  # until all mailboxes are empty
         row_mail_ptr = mail_ptr + row * n_parts
@@ -194,10 +214,10 @@ def _softmax_resident_fwd_kernel(
                 other_first = other * part_cols
                 other_end = begin + gl.minimum(n_cols - other_first, part_cols)
                 n_vectors = gl.cdiv(other_end, VECTOR)
-                _copy_part(smem, x_row_ptr + other_first, cols, vectors, numbers, n_vectors, N_CHUNKS, N_FULL)
-                other_max, other_sum = _statistics(smem, cols, begin, other_end, N_CHUNKS, N_FULL, ALIGNED, OUT)
+                _copy_part(smem, x_row_ptr + other_first, cols, vectors, numbers, n_vectors, N_CHUNKS, 0)
+                other_max, other_sum = _statistics(smem, cols, begin, other_end, N_CHUNKS, 0, 0, ALIGNED, OUT)
                 send(row_mail_ptr, other_max, other_sum, other)
-            _copy_part(smem, x_row_ptr + first, cols, vectors, numbers, gl.cdiv(end, VECTOR), N_CHUNKS, N_FULL)
+            _copy_part(smem, x_row_ptr + first, cols, vectors, numbers, gl.cdiv(end, VECTOR), N_CHUNKS, 0)
             maxima, sums, parts = receive(row_mail_ptr, n_parts, MAX_PARTS, num_warps)
         row_max = gl.max(maxima, 0)
         row_sum = gl.sum(gl.where(parts < n_parts, sums * gl.exp(maxima - row_max), 0.0), 0)
@@ -206,13 +226,20 @@ def _softmax_resident_fwd_kernel(
     out_row_ptr = out_ptr + (row * n_cols - begin) // VECTOR * VECTOR + first
     # The compiler is not to see that all was loaded before: kept in registers, it would leave room for few programs.
     again = opaque(part) - part
+    ROUNDS: gl.constexpr = _in_rounds(N_FULL, UNROLL, ALIGNED)
+    for c in range(ROUNDS[0], ROUNDS[1], UNROLL):
+        for k in gl.static_range(UNROLL):
+            x = _widen(smem.index(again + c + k).load(LAYOUT), OUT)
+            gl.store(out_row_ptr + (c + k) * CHUNK + cols, _result(x, row_max, row_sum, log2_sum, OUT, IS_LOG))
     for c in gl.static_range(N_CHUNKS):
-        out = _result(_widen(smem.index(again + c).load(LAYOUT), OUT), row_max, row_sum, log2_sum, OUT, IS_LOG)
-        out_ptrs = out_row_ptr + c * CHUNK + cols
-        if c >= N_FULL or (c == 0 and not ALIGNED):
-            _store(out_ptrs, out, c * CHUNK_VECTORS + vectors, numbers, begin, end, VECTOR, ALIGNED)
-        else:
-            gl.store(out_ptrs, out)
+        if c < ROUNDS[0] or c >= ROUNDS[1]:
+            x = _widen(smem.index(again + c).load(LAYOUT), OUT)
+            out = _result(x, row_max, row_sum, log2_sum, OUT, IS_LOG)
+            out_ptrs = out_row_ptr + c * CHUNK + cols
+            if c >= N_FULL or (c == 0 and not ALIGNED):
+                _store(out_ptrs, out, c * CHUNK_VECTORS + vectors, numbers, begin, end, VECTOR, ALIGNED)
+            else:
+                gl.store(out_ptrs, out)
 
 
 class _Cut(NamedTuple):
@@ -280,6 +307,6 @@ def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_st
         x, out, mailboxes(n_rows, n_parts, x.device) if in_parts else None,
         n_parts, part_lines, n_cols, row_stride,
         VECTOR=16 // x.element_size(), CHUNK_STEPS=_STEPS, N_CHUNKS=n_chunks, N_FULL=n_full,
-        MAX_PARTS=max_parts(n_parts, num_warps), ALIGNED=aligned, IS_LOG=is_log, num_warps=num_warps,
-        launch_pdl=in_parts,
+        UNROLL=2 if in_parts else n_chunks, MAX_PARTS=max_parts(n_parts, num_warps), ALIGNED=aligned, IS_LOG=is_log,
+        num_warps=num_warps, launch_pdl=in_parts,
     )  # fmt: skip
