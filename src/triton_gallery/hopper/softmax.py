@@ -109,7 +109,10 @@ def _statistics(
     smem, cols, begin, end,
     N_CHUNKS: gl.constexpr, N_FULL: gl.constexpr, UNROLL: gl.constexpr, ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The maximum of a part of a row, and its sum of exp(x - maximum)."""
+    """The maximum of a part of a row, and its sum of exp(x - maximum).
+
+    Whole chunks are walked in rounds of UNROLL. With 0 all are walked one by one and with masks: the least code.
+    """
     THREADS: gl.constexpr = cols.shape[1]
     BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, cols.type.layout))
     # The lowest finite number, not -inf: then no -inf in x can meet -inf in m, whose difference is NaN.
