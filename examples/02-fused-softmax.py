@@ -67,7 +67,7 @@ print(f"{'together':46}{total} × M × N, of which the result needs 2: a factor 
 # %%
 # The arithmetic is next to nothing: a comparison, a subtraction, an exponential, an addition and a product for each
 # number. As on page one, memory decides. The least that any softmax can move is one reading of :math:`x` and one
-# writing of the result. So if we find a way to keep the rest on the chip, the best we can hope for is the factor above.
+# writing of the result. So if we find a way to keep the rest on the chip, the trips alone promise the factor above.
 
 # %%
 # One program reads a row once
@@ -126,7 +126,7 @@ print(f"{math.log(torch.finfo(torch.float16).max):.1f} in float16")
 
 # %%
 # Infinity divided by infinity. (Without a GPU it is NumPy that computes, and a script or notebook shows its warning; a
-# GPU says nothing.) The scores inside a language model exceed such limits all the time. Subtracting the maximum is what
+# GPU says nothing.) Nothing keeps the scores inside a language model below such limits. Subtracting the maximum is what
 # makes softmax *safe*: then no exponent is above 0, no exponential above 1, and the sum is at least 1, since one of its
 # terms is :math:`e^0`. In a kernel that already holds the row it costs no byte.
 
@@ -484,11 +484,12 @@ for shape in shapes:
 # That is a reduction over the row and a pass over its elements, so its kernels look like those above: they read
 # :math:`y` and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64), and up to
 # 32768 of float16 and bfloat16 where all rows begin at a multiple of 8 bytes: their numbers wait for the sum as they
-# were loaded, two in a register. On Hopper longer rows wait in parts on several multiprocessors, if there are two or
-# more of them and 4 MiB together. Others are read twice, the second time from the L2 cache while they fit there. (So
-# are, on Hopper, 16-bit rows of 14337 to 24576 columns, and of 32769 to 49152, that all begin at a multiple of 8 bytes,
-# if there are more of them than multiprocessors; why, the measurement below tells.) Only :math:`y` has to be kept for
-# it, not :math:`x`.
+# were loaded, two in a register. (So do those of odd rows of 16 bits, up to 24569, if the matrix has 6 MiB or more.) On
+# Hopper longer rows wait in parts on several multiprocessors, if there are two or more of them and 4 MiB together.
+# Others are read twice, the second time from the L2 cache while they fit there. (On Hopper 16-bit rows of 14337 to
+# 24576 columns, and of 32769 to 49152, that all begin at a multiple of 8 bytes are read twice as well, if there are
+# more of them than multiprocessors, the second time mostly from the L1 cache; why, the measurement below tells.) Only
+# :math:`y` has to be kept for it, not :math:`x`.
 #
 # For :math:`y = \log \text{softmax}(x)` it is :math:`\partial y_j / \partial x_i = \delta_{ij} - e^{y_i}`, and so
 #
@@ -514,8 +515,8 @@ torch.testing.assert_close(dx, torch.autograd.grad(torch.log_softmax(x, dim=1), 
 #
 # We give every provider 4096 rows, in float16, from 256 columns to 131072, with four lengths in between that are no
 # powers of two. All of them are credited with the two trips that nobody can do without. The unfused version is the one
-# from the top of this page; it shows what fusing is worth. torch has one fused kernel, too, and `torch.compile` writes
-# its own.
+# from the top of this page; it shows what five kernels cost. torch's own softmax is fused, too, and `torch.compile`
+# writes its own.
 
 
 @tg.benchmark.perf_report(
@@ -615,10 +616,11 @@ report_backward
 # walk a row twice, and the second walk finds it in a cache. How can two walks be quicker than one? The loads of the
 # first carry the hint `evict_last`. When we gave ours the hint, although they read nothing twice, they were about as
 # quick. Then we let the last flush before each call read memory instead of writing zeros to it. Now, up to 12288
-# columns, neither the hint nor a second walk gained anything to speak of. So at these lengths the lead comes from a
-# cache full of zeros that memory does not have yet: the guide's chapter *What makes a kernel fast* has a section on how
-# cold a cache is. In a row of kernels, as in a program, the hint gained next to nothing, and at some sizes it slowed
-# the kernel that reads what the one before wrote. So these kernels do without.
+# columns, neither the hint nor a second walk gained anything to speak of. So at these lengths the lead of
+# `torch.compile` comes from the flush, which leaves the cache full of zeros that are still to be written to memory: the
+# guide's chapter *What makes a kernel fast* has a section on how cold a cache is. In a row of kernels, as in a program,
+# the hint gained next to nothing, and at some sizes it slowed the kernel that reads what the one before wrote. So these
+# kernels do without.
 #
 # From 14337 to 24576 columns two walks are quicker whatever the flush leaves. A row that waits takes so many registers
 # there that a multiprocessor has room for few threads. A thread that keeps nothing but its sum needs so few that there
@@ -966,7 +968,7 @@ report_short
 # At the other end rows are long, or few, or both, as the logits that a language model writes for the next word of each
 # of a handful of users. There the plan of one program for a row meets two limits:
 #
-# - *Fewer rows than multiprocessors.* An H100 or H200 has 132 of them. 64 rows keep 64 of them busy, and a single row
+# - *Fewer rows than multiprocessors.* An H200 has 132 of them. 64 rows keep 64 of them busy, and a single row
 #   one. Those that work have the memory to themselves, but each can have only so many bytes on their way at a time.
 # - *Rows longer than a multiprocessor has room for.* A row of 262144 numbers takes 512 KiB, more than shared memory and
 #   registers together. What has no place is read a second time, and where it is found then decides what that costs. All
@@ -1004,18 +1006,18 @@ report_short
 # programs as have room at a time, and each takes its part of one row, then the same part of another. The gradient does
 # that (`hopper/softmax_backward.py`), and has the next rows' copies under way meanwhile. The forward kernel has a
 # program for each part, many more than have room. GPUs start programs in the order of their numbers, and of the parts
-# of one row there is room for all, so nobody should wait in vain. But this order is nobody's promise. So who
-# has looked into the mailboxes some thousand times in vain takes the statistics of all parts itself. That is slow, and
-# should never happen; there is a test that starts only some of the programs.
+# of one row there is room for all, so nobody should wait in vain. But this order is nobody's promise. So a program that
+# has looked into the mailboxes 8192 times in vain takes the statistics of all parts itself. That is slow, and should
+# never happen; there is a test that starts only some of the programs.
 #
 # The library takes this one launch for two rows or more of over 52 KiB, if all of them together have 4 MiB or more, and
 # if a row has no more than four parts for each multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a
 # little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. Two launches are for these:
 #
-# - of few rows, at most one for every two multiprocessors, those of 128 KiB or more (beyond 32 rows somewhat more) that
-#   the one launch does not take: a single row, less than 4 MiB together, longer rows, float64, a matrix that does not
-#   begin at a multiple of 16 bytes or in which the distance from a row's end to the next row is no such multiple, other
-#   GPUs
+# - of few rows, at most one for every two multiprocessors, those of 128 KiB or more (beyond 32 rows more, up to
+#   twice as much at 66) that the one launch does not take: a single row, less than 4 MiB together, longer rows,
+#   float64, a matrix that does not begin at a multiple of 16 bytes or in which the distance from a row's end to the
+#   next row is no such multiple, other GPUs
 # - rows across memory of more than 2048 columns, or 1024 in float64 and in the gradient
 # - dense rows of more than 1024 that lie at uneven distances, as in a slice of each matrix of a batch
 #
@@ -1066,8 +1068,9 @@ report_long
 # :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 512×131072` of the rate of a copy of as many
 # bytes, the third :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 64×1048576`, and the fourth,
 # whose 16 MiB are over soonest, :measured:`softmax-long-fp16: triton_gallery / copy of as many bytes at 32×262144`.
-# What keeps them from all of it is the launch that empties the mailboxes, the beginning, when nothing can be written
-# yet, and the end, when nothing is left to read; and where a row has many parts, the wait for the last of them.
+# What may keep them from all of it, though we have not measured each by itself, is the launch that empties the
+# mailboxes, the beginning, when nothing can be written yet, and the end, when nothing is left to read; and where a row
+# has many parts, the wait for the last of them.
 #
 # The last shape, a single row of 32 MiB, takes the two launches, and two
 # readings of which the L2 cache may answer the second. It reaches
@@ -1149,7 +1152,7 @@ for each in (report, report_backward, report_log, report_across, report_short, r
 # :measured:`softmax-fp16: triton_gallery / peers at 65536`, where a row lies in 16 parts. With 131072 columns, in 32
 # parts, it is :measured:`softmax-fp16: triton_gallery / copy of as many bytes at 131072` of a copy and
 # :measured:`softmax-fp16: triton_gallery / peers at 131072` of the best other provider. The gradient is the exception:
-# at some lengths, most of them powers of two, `torch.compile` is ahead, and at worst ours runs at
+# at some powers of two `torch.compile` is ahead, and at worst ours runs at
 # :measured:`softmax-bwd-fp16: triton_gallery / torch.compile at worst` its rate.
 #
 # Unaligned rows, which the kernel with the chunks reads by whole cache lines, lose little: with 16401 columns we

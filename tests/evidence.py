@@ -47,7 +47,7 @@ def tests(reports: list[Path]) -> list[list]:
     if not sum(row[1] for row in rows):
         raise SystemExit("evidence: no report of pytest holds a test that passed")
     total = ["all", *(sum(row[i] for row in rows) for i in range(1, 1 + len(columns)))]
-    return [["Tests of", "Passed", "Failed", "Skipped", "Fuzzed inputs among them"], *rows, total]
+    return [["Tests of", "Passed", "Failed", "Skipped", "Inputs that Hypothesis drew"], *rows, total]
 
 
 def sanitizer(folder: Path) -> list[list]:
