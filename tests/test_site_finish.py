@@ -133,6 +133,19 @@ def test_page_whose_source_is_gone_leaves_the_site(tmp_path):
         (tmp_path / "part" / "gone.rst").unlink(missing_ok=True)
 
 
+def test_source_of_a_module_that_nothing_documents_leaves_the_site(tmp_path):
+    (tmp_path / "conf.py").write_text("extensions = ['kernels']\nhtml_theme = 'basic'\n")
+    for modules in ({"softmax", "vector_add"}, {"softmax"}):
+        text = "".join(f".. kernels:: triton_gallery.{name}\n" for name in sorted(modules))
+        (tmp_path / "index.rst").write_text(f"Site\n====\n\n{text}")
+        app = SphinxTestApp("html", srcdir=tmp_path)
+        try:
+            app.build()
+            assert {path.stem for path in (Path(app.outdir) / "_modules" / "triton_gallery").glob("*.html")} == modules
+        finally:
+            app.cleanup()
+
+
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 

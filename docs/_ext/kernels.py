@@ -86,10 +86,22 @@ def _source_context(app, pagename, templatename, context, doctree) -> None:
     context["body"] = before + code.replace("<div ", "<span ").replace("</div>", "</span>") + after
 
 
+def _remove_sources(app, exception) -> None:
+    if exception or app.builder.format != "html":
+        return
+    # Sphinx leaves in the site the page that it once made of a module that nothing documents any more.
+    known = {"index", *(module.replace(".", "/") for module in getattr(app.env, "_viewcode_modules", ()))}
+    folder = Path(app.outdir, OUTPUT_DIRNAME)
+    for page in folder.rglob("*.html"):
+        if page.relative_to(folder).with_suffix("").as_posix() not in known:
+            page.unlink()
+
+
 def setup(app) -> dict:
     app.setup_extension("sphinx.ext.viewcode")
     app.add_directive("kernels", Kernels)
     app.connect("viewcode-find-source", _find_source)
     app.connect("viewcode-follow-imported", _follow_imported)
     app.connect("html-page-context", _source_context)
+    app.connect("build-finished", _remove_sources)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
