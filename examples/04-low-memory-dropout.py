@@ -322,8 +322,8 @@ plt.show()
 #
 # `triton_gallery.dropout` adds what a library needs: any strides (the mask follows the element's index, not its place
 # in memory), `training`, a seed from torch's generator when we give none, and gradients. (The same `torch.manual_seed`
-# makes another mask than torch's: the numbers belong to other elements.) Its backward pass is one line: dropout of the
-# incoming gradient, with the same seed. We ask autograd what it keeps for that.
+# makes another mask than torch's: torch's generator gives us a seed, and the numbers are drawn from that.) Its backward
+# pass is one line: dropout of the incoming gradient, with the same seed. We ask autograd what it keeps for that.
 
 saved = []
 with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -343,8 +343,8 @@ assert torch.equal(first, tg.dropout(x)) and not torch.equal(first, second)
 
 # %%
 # On a GPU torch keeps its mask, one byte for each of the 9000 elements; on a CPU it keeps a factor for each, in the
-# dtype of `x`. Ours keeps the seed, eight bytes. On an NVIDIA GPU our seed is a Python number, which this list does not
-# count, so the first line says 0 there.
+# dtype of `x`. Ours keeps the seed, eight bytes. On a GPU our seed is a Python number here (under `torch.compile` and
+# in a CUDA graph it is a tensor), which this list does not count, so the first line says 0 there.
 
 # %%
 # First fewer bytes, then fewer instructions
@@ -420,17 +420,18 @@ ladder
 # %%
 # Their bytes leave the first two versions at most what the list says. They reach :measured:`dropout-ladder-fp16: steps
 # in torch / limit at 268435456` and :measured:`dropout-ladder-fp16: stored mask / limit at 268435456` of a copy's rate:
-# torch's kernels take longer than their bytes do. The third moves no byte in vain and falls short of a copy all the
-# same, at :measured:`dropout-ladder-fp16: a call for one / limit at 268435456` of its rate: some sixty instructions are
-# more than a GPU gets done while four bytes arrive. (Forty of them are multiplications of integers, of which a
-# multiprocessor starts 64 in a clock cycle. So 132 of them, at some 1.75 GHz, are done with 370 thousand million
-# elements in a second, whose four bytes each are a third of a copy's rate.) From here on the bytes stay as they are,
-# and the instructions become fewer, with a quarter of the calls (:measured:`dropout-ladder-fp16: a call for four /
-# limit at 268435456`) and then an eighth (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once
-# they take less time than the bytes, a further step has nothing to gain, and there we stop. An H100, whose memory is
-# slower, gets there with the call for four. Small tensors do, too: with 2²⁰ elements a call for four is at
-# :measured:`dropout-ladder-fp16: a call for four at 1048576`, and a call for eight at :measured:`dropout-ladder-fp16:
-# triton_gallery at 1048576`.
+# their kernels take longer than their bytes do; which of them, we have not measured. The third moves no byte in vain
+# and falls short of a copy all the same, at :measured:`dropout-ladder-fp16: a call for one / limit at 268435456` of its
+# rate: some sixty instructions are more than a GPU gets done while four bytes arrive. (Thirty of them are
+# multiplications of integers: of the four words only one is wanted, and the compiler leaves out what serves the others
+# alone. A multiprocessor starts at most 64 of these in a clock cycle. So 132 of them, at some 1.75 GHz, are done with
+# at most 490 thousand million elements in a second, whose four bytes each are a little less than half of a copy's rate.
+# Why it is less still, we have not found out.) From here on the bytes stay as they are, and the instructions become
+# fewer, with a quarter of the calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an
+# eighth (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the
+# bytes, a further step has nothing to gain, and there we stop. An H100, whose memory is slower, gets there with the
+# call for four. Small tensors do, too: with 2²⁰ elements a call for four is at :measured:`dropout-ladder-fp16: a call
+# for four at 1048576`, and a call for eight at :measured:`dropout-ladder-fp16: triton_gallery at 1048576`.
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
 # times, the second three times, and the last three once.

@@ -146,7 +146,8 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 #   for the backward pass. `eps` is declared as float64 because Triton would otherwise hand a Python number over as
 #   float32.
 # - `weight_ptr`, `bias_ptr` or `mean_ptr` may be `None`. That is known while the kernel is compiled, so the
-#   branch costs nothing when it runs. Without a mean, the kernel computes RMS norm.
+#   branch costs nothing when it runs. Without a mean, the kernel computes *RMS norm*: it subtracts nothing, and divides
+#   each row by the root of the mean of its squares (with :math:`\epsilon` under the root).
 # - `n // ALIGN * ALIGN` shows the compiler multiples of 8, 4 or 2, as on page two. Our launcher leaves `ALIGN` at 1.
 #
 # Five lines launch it. (`num_warps=8` spreads a row over 256 threads; the library chooses by the shape.)
@@ -691,9 +692,10 @@ for name, report, intensity in (("forward", forward_report, 8 / 4), ("backward",
 tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, float16")
 
 # %%
-# Up to the slope is all that can be won, and the long rows are most of the way there. An operation more or less would
-# change nothing. (The flat roof is that of the matrix unit, which a layer norm cannot use. Its own, that of float32
-# additions, is some twenty times lower, and its ridge is still to the right of both passes.)
+# Up to the slope is all that can be won, and the long rows are most of the way there. Fewer operations would move the
+# points to the left, and leave the slope above them where it is. (The flat roof is that of the matrix unit, which a
+# layer norm cannot use. Its own, that of float32 additions, is some twenty times lower, and its ridge is still to the
+# right of both passes.)
 #
 # A handful of rows
 # -----------------
@@ -707,8 +709,9 @@ tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, fl
 # across the barriers of a sum. In longer rows, which take the kernel with blocks, weight and bias loaded early wait in
 # registers for as long as the row does. In rows of up to 6144 numbers of 16 bits there is room for that, or of up to
 # 2048 if weight and bias are float32. Longer rows would have fewer neighbours on their multiprocessor, which costs more
-# than it saves, unless there are so few that all programs run at once. Then the library loads early, too. Few rows of
-# more than 10240 numbers it also spreads over more threads.
+# than it saves, unless there are so few that all programs run at once. Then the library loads early, too, in rows of up
+# to 64 KiB (32 KiB where there are more rows than multiprocessors). Few rows of more than 10240 numbers and up to 64
+# KiB it also spreads over more threads.
 #
 # Here are rows of 4096 bfloat16 numbers, from one of them to a thousand. We count the bytes of the weight and the bias
 # as well: for one row they are half of all.
@@ -776,8 +779,8 @@ few_report
 # two they exchange a maximum and a sum, here a mean and a sum of squared distances, and Chan's formula from above,
 # which joined the lanes of a program, joins programs. A part has up to 4 KiB, and its program a single warp, of which a
 # multiprocessor holds twelve. That leaves each of them a twelfth of the registers, and there it keeps weight and bias:
-# all of its rows share them. To load both again for each row would take twice as many bytes as `x` has from the L2
-# cache, and would keep the longest rows far below a copy's rate.
+# all of its rows share them. To load both again for each row would ask the L2 cache for two more numbers with each
+# number of `x`.
 #
 # The order of the first loads counts, too. A program asks for its part of the first row, then for the weight, the
 # second row, the bias and the third row. If it asked for the three rows first, weight and bias would come last. Nothing
@@ -832,9 +835,9 @@ long_report
 # To read twice need not cost a trip. `torch.compile` does so at every length here. At 16384 columns we run at
 # :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 16384` its rate, and at 32768 at
 # :measured:`layer-norm-long-fp16: triton_gallery / torch.compile at 32768`. But at 24576, which is no power of two, it
-# has :measured:`layer-norm-long-fp16: torch.compile / copy of as many bytes at 24576` of a copy's rate, and further
-# right the second reading does cost a trip: from 49152 columns on its curve is below two thirds of a copy, although the
-# cache should hold the rows under way up to 65536. Why, we have not found out.
+# has :measured:`layer-norm-long-fp16: torch.compile / copy of as many bytes at 24576` of a copy's rate. From 49152
+# columns on its curve is below two thirds of a copy, which is less than a third trip would leave, and up to 65536 the
+# cache should hold the rows under way. Why, we have not found out.
 
 # %%
 # The shapes of training
@@ -969,10 +972,10 @@ rms_report
 #
 # All of this takes instructions, too, and pays only where there are enough numbers: forward in odd rows of 257 to 8184
 # 16-bit numbers, if `x` has two million numbers or more. Multiples of 4, and beyond 1024 multiples of 2, are as quick
-# in the plain kernels, which read so many numbers at a time; other odd rows they load number by number. Backward it
-# pays in nearly all odd rows of 32 numbers or more that registers hold. On Hopper longer rows lie in parts, if `x` is
-# large or other kernels would read it twice. (`_in_blocks` in the source, and `plan_forward` and `plan_backward` of
-# Hopper's kernels have the limits.)
+# in the plain kernels. These read 4 or 2 numbers at a time where that divides the length, and other odd rows number by
+# number. Backward it pays in nearly all odd rows of 32 numbers or more that registers hold. On Hopper longer rows lie
+# in parts, if `x` is large or other kernels would read it twice. (`_in_blocks` in the source, and `plan_forward` and
+# `plan_backward` of Hopper's kernels have the limits.)
 #
 # Here are a forward and a backward pass together, over 128 MiB whatever the length.
 
@@ -1087,14 +1090,15 @@ for each in (forward_report, few_report, long_report, backward_report, shapes_re
 #   :measured:`layer-norm-bwd-fp16: triton_gallery / peers at worst`
 #
 # All of this is the GPU's time. A backward pass also takes the host some time, which no record holds: it walks through
-# autograd, allocates and launches two or three kernels. Where rows are short and few, the GPU waits for that.
+# autograd, allocates and launches one to three kernels. Where rows are short and few, that may well be longer than the
+# GPU's part.
 #
 # At most lengths the strongest forward pass beside ours is that of `torch.compile`, which makes a kernel for each. At
 # 1024 columns ours runs at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 1024` its rate. On an
-# H200, from 8192 on, it comes close at multiples of 2048: we run at :measured:`layer-norm-fwd-fp16: triton_gallery /
-# torch.compile at 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 10240`
-# at 10240, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288 and at
-# :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` at 14336. In between we are ahead by more, at
+# H200, from 8192 on, the two are close or level at multiples of 2048: we run at :measured:`layer-norm-fwd-fp16:
+# triton_gallery / torch.compile at 8192` its rate at 8192, at :measured:`layer-norm-fwd-fp16: triton_gallery /
+# torch.compile at 10240` at 10240, at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 12288` at 12288
+# and at :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 14336` at 14336. In between we are ahead, at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 9216` its rate at 9216 and at
 # :measured:`layer-norm-fwd-fp16: triton_gallery / torch.compile at 13824` at 13824. What makes that we have not found
 # out. On an H100 the two are level at most lengths from 6144 to 10240, and at some of them `torch.compile` is a little

@@ -307,6 +307,13 @@ def test_from_where_on_rows_lie_in_parts_is_up_to_the_memory(fast, monkeypatch):
         assert (kernels.plan_forward(x, None, None) is not None) == in_parts
 
 
+def test_rows_that_a_program_takes_many_of_at_a_time_do_not_lie_in_parts():
+    for shape in ((2**20, 20), (8192, 2052)):
+        x = torch.empty(shape, device="meta", dtype=torch.float16)
+        report = tg.codegen.inspect(tg.layer_norm, x, shape[1:], targets="sm_90", backward=True)
+        assert "_layer_norm_bwd_kernel" in [kernel.name for kernel in report.kernels]
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_parts_cover_each_row(dtype, direction):

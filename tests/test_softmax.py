@@ -150,12 +150,16 @@ def test_rows_that_begin_anywhere(op, dtype, n_rows, n_cols, device, monkeypatch
     # The row strides differ from the rows' length by 16 bytes; no kernel may take what lies between for numbers.
     x = torch.full((n_rows + 9, n_cols + 8), NAN, device=device, dtype=dtype)[8:-1, :n_cols]
     dense = torch.empty(n_rows, n_cols, device=device, dtype=dtype)
-    # Further apart than the next row is only who has a next one.
-    assert module._unaligned_tile(x if n_rows > 1 else dense, dense) or n_cols > 5113
+    assert module._unaligned_tile(x, dense) or n_cols > 5113
     assert module._unaligned_tile(dense, dense, dense)
+    assert not module._unaligned_tile(dense.float(), dense.float(), dense)
     x.copy_(torch.randn(n_rows, n_cols, device=device) * 3)
     check(op, x)
     check(op, torch.randn(n_rows, n_cols, device=device).mul(3).to(dtype), dtype=torch.float32)
+    for gap in (16, 3):
+        # The rows of dy lie further apart than those of y, and begin where these do, or elsewhere.
+        dy = torch.full((n_rows, n_cols + gap), NAN, device=device, dtype=dtype)[:, :n_cols]
+        check(op, dense.copy_(x), dy=dy.copy_(torch.randn(n_rows, n_cols, device=device)))
     x[0, -1], x[-1, 0] = -INF, INF
     torch.testing.assert_close(ours(op, x), torchs(op, x), equal_nan=True, rtol=1e-2, atol=1e-2)
 

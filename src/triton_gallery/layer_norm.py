@@ -942,7 +942,9 @@ def _layer_norm_bwd(
         _sum_partials(dw_partial, db_partial, dw, db, plan.max_programs(x))
         return dx, dw, db
 
-    if (kernels := _for_hopper("backward", x.device)) and (plan := kernels.plan_backward(dy, x, weight)):
+    # A program of these kernels takes one row at a time, and of short ones it would take thousands.
+    kernels = _for_hopper("backward", x.device) if n_cols > _BWD_TILE else None
+    if kernels and (plan := kernels.plan_backward(dy, x, weight)):
         n_groups = min(n_rows, plan.max_groups)
         dw_partial, db_partial = _partials(n_groups, n_cols, rstd, dw_dtype, db_dtype)
         kernels.backward(dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_groups, plan)
