@@ -30,7 +30,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, tor
 # register file of one multiprocessor. Longer rows are read twice, or on Hopper wait in shared memory.
 _MAX_ROW_BYTES = 128 * 1024
 # Of 16-bit rows that can be loaded four numbers at a time, or eight, registers hold more columns: forward as
-# exponentials, a register each, and backward, where two tensors wait, as they came, two numbers in a register.
+# exponentials, a register each, and backward, where two tensors wait, as they came, two numbers in a register; so do
+# those of odd rows (see `_UNALIGNED_BWD`).
 PACKED_COLS = 48 * 1024, 32 * 1024
 # Longer rows than this (backward, than twice this) have a program of their own, which reads them in blocks of columns.
 _ONE_BLOCK_COLS = 1024
@@ -1066,7 +1067,8 @@ def _block_read_twice(y: torch.Tensor, n_rows: int, n_cols: int, dtype: torch.dt
 def _unaligned_tile(*tensors: torch.Tensor) -> tuple[int, int, int, int] | None:
     """(numbers in 16 bytes, rows, columns of a block, warps) for rows that begin anywhere: measured on an H200.
 
-    None where all begin with a vector of 16 bytes, where the kernels cannot take them, or where others are as fast.
+    Takes the inputs, one forward and two backward, and the output. None where all rows begin with a vector of 16 bytes,
+    where the kernels cannot take them, or where others are as fast.
     """
     n_rows, n_cols = tensors[0].shape
     vector = 16 // min(x.element_size() for x in tensors)
@@ -1263,16 +1265,17 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
 
         Up to 32768 columns (16384 for float64, 49152 of a 16-bit dtype whose rows are 8-byte aligned) a row is read
         once and stays on the chip; longer ones are read twice, the second time from the L2 cache while it fits there.
-        (Backward these are 16384, 8192 and 32768 columns, and 24569 of 16 bits if their number is odd and all rows
-        together have 6 MiB. On Hopper 8-byte aligned 16-bit rows of 14337 to 24576 and of 32769 to 49152 columns, if
-        there are more of them than multiprocessors, are read twice, too, the second time mostly from the L1 cache.) On
-        Hopper longer 16-bit or float32 rows are read once, too, if there are two or more, with up to 8 MiB each (on an
-        H200) and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a row's end to the next
-        row: they lie in parts on several multiprocessors, which exchange their maxima and sums. (Backward these are 4
-        MiB each, down to an eighth of that where a row's length is no multiple of 16 bytes, if the incoming gradient is
-        so aligned and the numbers of x, of the result and of it are of one width.) Elsewhere a few rows of 128 KiB or
-        more are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in
-        memory, as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
+        (Backward these are 16384, 8192 and 32768 columns, and 24569 of 16 bits if their number is odd, all rows
+        together have 6 MiB, and the incoming gradient is 16-byte aligned, as are the distances from a row's end to the
+        next row. On Hopper 8-byte aligned 16-bit rows of 14337 to 24576 and of 32769 to 49152 columns, if there are
+        more of them than multiprocessors, are read twice, too, the second time mostly from the L1 cache.) On Hopper
+        longer 16-bit or float32 rows are read once, too, if there are two or more, with up to 8 MiB each (on an H200)
+        and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a row's end to the next row:
+        they lie in parts on several multiprocessors, which exchange their maxima and sums. (Backward these are 4 MiB
+        each, down to an eighth of that where a row's length is no multiple of 16 bytes, if the incoming gradient is so
+        aligned and the numbers of x, of the result and of it are of one width.) Elsewhere a few rows of 128 KiB or more
+        are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory,
+        as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
         float64, in the backward pass, and for rows that are dense and lie at uneven distances).
 
     Example:
