@@ -342,7 +342,8 @@ report
 #
 # This is *Little's law*, known from queues. A trip to memory takes hundreds of clock cycles, however little it brings.
 # In that time the memory of an H200 could move about 2 MiB. Two thirds of what an addition moves are loads, and nobody
-# waits for stores. So a kernel that wants all of the bandwidth has to have 1.3 MiB of loads under way, at all times.
+# waits for stores. So a kernel that wants all of the bandwidth has to have at least 1.3 MiB of loads under way, at all
+# times, and more, since a trip takes longer when memory is busy.
 #
 # - *One program, one block*: the first kernel of this page, with a block as long as the vector. The block has to fit
 #   into registers. Each of the program's 128 threads has at most 255 of them: room for 8192 numbers of `x` and as many
@@ -510,8 +511,8 @@ tg.codegen.inspect(tg.add, x, x)
 # source an instruction came from. *TTIR* is our kernel with the types written out: blocks are still blocks. *TTGIR*
 # says in `#blocked` which thread holds which elements of a block; here begins the GPU. *PTX* is what one thread does,
 # in NVIDIA's assembly for all its GPUs, and *SASS* what the multiprocessor of this one executes. (LLVM's own
-# representation, between the second and the third, is left out.) Look for `tl.load`,
-# and follow it through the stages, which stand beside the line on the web page and below it in a terminal.
+# representation, between the second and the third, is left out.) Look for `tl.load`, and follow it from stop to stop;
+# they stand beside the line on the web page and below it in a terminal.
 
 tg.codegen.listing(tg.add, x, x)
 

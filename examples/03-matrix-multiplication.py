@@ -371,9 +371,9 @@ for room in (8, 12, 14, 20):
 # :math:`B` while it is there, and the four strips of :math:`A` never leave: :math:`A` is fetched once, and :math:`B`
 # once by each of the three groups. That is twice as many strips as there are, against more than six times as many.
 #
-# But look at the larger caches. With room for all strips of a row of tiles, and for two of :math:`A`, row by row
-# fetches each strip once, and groups twice as many. So groups are for matrices whose rows of tiles do not fit into the
-# cache.
+# But look at the larger caches. With room for 14, that is for all strips of a row of tiles and for two of :math:`A`,
+# row by row fetches each strip once, and groups twice as many. With room for 20, both fetch each strip once. So groups
+# are for matrices whose rows of tiles do not fit into the cache.
 
 # %%
 # The kernel that the library runs
@@ -613,8 +613,8 @@ torch.testing.assert_close(out, a @ b, rtol=1e-3, atol=1e-3)
 # provider is measured in three rounds, in alternating order. Inputs are random, since zeros would need less power.
 #
 # A float8 number has half the bits of a float16, and the matrix unit takes two in the place of one, but Hopper's reads
-# them only along :math:`K`. So :math:`B` lies transposed in memory. torch offers `torch._scaled_mm` for them, whose
-# sums are as exact as ours by default; its scales are 1 here.
+# them only along :math:`K`. So :math:`B` lies transposed in memory. torch offers `torch._scaled_mm` for them, which by
+# default, as ours, does not leave its sums to the fewer bits of the matrix unit; its scales are 1 here.
 
 from functools import partial
 
@@ -771,10 +771,11 @@ for name, tile, programs, group in (
     print(f"{name:34}{programs * tile / n_strips:11.0f}{tile / 2:10.0f}")
 
 # %%
-# These are the best cases, with all running programs at the same step. By this count it is the second door that holds
-# the small tiles back: L2 is faster than memory, but not ten times as much. Large tiles widen that door, which no order
-# of tiles can do. The order works at the first one. There it is worth most where the strips of a row of tiles are many,
-# at the right end of the chart, and where the door is narrow, with a smaller cache or a slower memory.
+# These are the best cases, with all running programs at the same step. The small tiles ask ten times as much of the
+# second door as of the first. So by this count it is the second one that holds them back, unless L2 is ten times as
+# fast as memory, which we have not measured. Large tiles widen that door, which no order of tiles can do. The order
+# works at the first one. There it is worth most where the strips of a row of tiles are many, at the right end of the
+# chart, and where the door is narrow, with a smaller cache or a slower memory.
 
 
 @tg.benchmark.perf_report(
@@ -905,16 +906,16 @@ report_thin
 # The time of a thin product is that of reading its weight. On the right the curves fall, as they must: with not quite
 # 200 rows the intensity passes the ridge, and from there on it is arithmetic that takes the time.
 #
-# We are ahead of torch or about even at
-# all sizes of the sweep, at :measured:`matmul-thin-fp16: triton_gallery / torch at 1` its rate for one row,
-# :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and :measured:`matmul-thin-fp16: triton_gallery /
-# torch at 32` for 32. The lowest of the sweep is :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row
-# reaches :measured:`matmul-thin-fp16: triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles
-# of the matrix unit take over, and the rate is :measured:`matmul-thin-fp16: triton_gallery / limit at 2`. What one row
-# shows to be possible is missed by a few percent. The rest we think is the flush before each call, which leaves the L2
-# cache full of numbers that still have to be written to memory and take a part of the bandwidth. A copy of as many
-# bytes suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many
-# bytes at 2`.
+# We are ahead of torch or about even at all sizes of the sweep, at :measured:`matmul-thin-fp16: triton_gallery / torch
+# at 1` its rate for one row, :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
+# :measured:`matmul-thin-fp16: triton_gallery / torch at 32` for 32. The lowest of the sweep is
+# :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row reaches :measured:`matmul-thin-fp16:
+# triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles of the matrix unit take over, and it
+# is :measured:`matmul-thin-fp16: triton_gallery / limit at 2` of the same. What one row shows to be possible is missed
+# by a few percent. The rest we think is the flush before each call, which leaves the L2 cache full of numbers that
+# still have to be written to memory and take a part of the bandwidth. A copy of as many bytes suffers as well, but
+# less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 2`. (At one row that
+# copy was a tenth slower than at two, of about the same bytes; why, we have not found out.)
 #
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
 # 128 × 128, and 116 of 132 multiprocessors would have nothing to do. So we cut :math:`K` into parts (*split K*). Every
@@ -944,12 +945,14 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-3, atol=1e-3
 # still works, and waits on the GPU until it may read (*programmatic dependent launch*, the `PDL` of our kernel): then
 # no launch lies between the two.
 #
-# Large products have the same trouble at their end. Their tiles are computed in rounds, one for each multiprocessor,
-# and a last round of a few tiles takes as long as a full one. So on Hopper several programs may *share* each tile of
-# the last round, where that round is at most half full and not the only one. There are two ways.
+# Large products have the same trouble at their end. Their tiles are computed in rounds, one tile for each
+# multiprocessor (the guide says *waves*; the rounds in which we measure are others), and a last round of a few tiles
+# takes as long as a full one. So on Hopper several programs may *share* each tile of the last round, where that round
+# is at most half full and not the only one. There are two ways.
 #
 # They can divide the rows of the tile. Each then computes the 64 rows that are otherwise one consumer's, and stores
-# them; no sum changes. But half a tile takes more than half the time, because it still needs all columns of :math:`B`:
+# them; no sum changes. But half a tile took more than half the time when we tried it. It still needs all columns of
+# :math:`B`, which may be why:
 
 
 def bytes_per_cycle(rows, cols, products_per_cycle=2048):  # of 16-bit numbers, in each multiprocessor of Hopper
@@ -1127,9 +1130,10 @@ reports["matmul-gelu-fp16"]
 # They bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best other one at 1024³, where a
 # launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at 2048³. In larger products the
 # trip that they save weighs less: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` the
-# best other one, at 8192³ at :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`. While a tile is on its way
-# out the matrix unit waits, so each instruction of the activation counts: this one squares the inverse of a root, which
-# the GPU has an instruction for, and needs no division.
+# best other one. At 8192³ it is :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`, and `torch.compile` is
+# ahead; why, we have not found out. While a tile is on its way out the matrix unit waits, so each instruction of the
+# activation counts: this one squares the inverse of a root, which the GPU has an instruction for, and needs no
+# division.
 
 # %%
 # Products drawn by lot
@@ -1308,8 +1312,8 @@ assert torch.equal(sum(parts), x)
 # infinity minus its first part, itself, is NaN, and so are its other parts. The small terms that these reach are
 # dropped, since the largest term knows what the result is.
 #
-# On Hopper the library multiplies float32 like this, unless TensorFloat-32 is allowed. How exact is it? We compare with
-# float64, and with torch, which multiplies number by number:
+# On Hopper the library multiplies float32 matrices like this, unless TensorFloat-32 is allowed. (Products with a vector
+# go number by number.) How exact is it? We compare with float64, and with torch, which multiplies number by number:
 
 a, b = torch.randn(2, 256, 256, device=DEVICE)
 exact = a.double() @ b.double()
@@ -1379,11 +1383,11 @@ for n in (256, 512, 1024):
     print(f"{n}³: {2 * n**3 / report_fp16.series('triton_gallery')[n] * 1e-6:.1f} µs")
 
 # %%
-# That is by our clock, which starts before the launch. A profiler counts the kernel alone, and of these times that is
-# the smaller a part the smaller the product is. (No record holds that.) For 512³ the library takes small tiles of 64 ×
-# 32, of which all 128 run at once. Each reads little, and our rate there is :measured:`matmul-fp16: triton_gallery /
-# torch at 512` torch's. How far a step goes along :math:`K` matters, too, since the first product waits for the first
-# step to arrive. (`_pointer_config` in `hopper/matmul_plan.py` has the limits.)
+# That is by our clock, which starts ahead of the kernel's start on the GPU. A profiler counts the kernel alone, and of
+# these times that is the smaller a part the smaller the product is. (No record holds that.) For 512³ the library takes
+# small tiles of 64 × 32, of which all 128 run at once. Each reads little, and our rate there is :measured:`matmul-fp16:
+# triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too, since the first product
+# waits for the first step to arrive. (`_pointer_config` in `hopper/matmul_plan.py` has the limits.)
 #
 # And where does the time inside of a kernel go? Not all of it into products. Before, barriers are made, the warps part,
 # and the first tile comes from memory; behind, the result leaves. So a program of the fifth rung does what it can at
@@ -1441,17 +1445,21 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 # Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
 #
 # - in float16 :measured:`matmul-fp16: triton_gallery / torch at 2048` at 2048³,
+#   :measured:`matmul-fp16: triton_gallery / torch at 3072` at 3072³,
 #   :measured:`matmul-fp16: triton_gallery / torch at 4096` at 4096³,
 #   :measured:`matmul-fp16: triton_gallery / torch at 6144` at 6144³ and
 #   :measured:`matmul-fp16: triton_gallery / torch at 8192` at 8192³
 # - in bfloat16 :measured:`matmul-bf16: triton_gallery / torch at 2048`,
+#   :measured:`matmul-bf16: triton_gallery / torch at 3072`,
 #   :measured:`matmul-bf16: triton_gallery / torch at 4096`,
 #   :measured:`matmul-bf16: triton_gallery / torch at 6144` and
 #   :measured:`matmul-bf16: triton_gallery / torch at 8192`
-# - in float8 :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 3072` at 3072³, the highest of these,
-#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096` at 4096³,
-#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 6144` at 6144³ and
-#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192` at 8192³
+# - in float8 :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 2048`,
+#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 3072`, the highest of these,
+#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 4096`,
+#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 6144` and
+#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192`; the lowest of its sweep, at 1536³, is
+#   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at worst`
 #
 # The ladder's chart has the product of 8192³ in float16 once more, at :measured:`matmul-ladder-fp16: triton_gallery /
 # torch at 8192`. Such products draw all the power there is, and the clock follows.

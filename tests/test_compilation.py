@@ -482,7 +482,7 @@ def test_rows_and_vectors_of_any_length_are_moved_16_bytes_at_a_time(lengths):
     inputs = [("layer_norm", _tensor((16384, n), F16)) for n in lengths]
     inputs += [("softmax", _tensor((16384, n), F16)) for n in (781, 2501)]
     inputs += [("layer_norm", _tensor((4096, 779), F32)), ("add", _tensor((2**20 + 1,), F16))]
-    for op, x, kernel in compiled_for_sm_80(inputs):
+    for _, x, kernel in compiled_for_sm_80(inputs):
         if "bwd" in kernel.name or x.dtype != F32:
             assert kernel.load_bits == kernel.store_bits == 128, kernel
 
