@@ -638,8 +638,8 @@ for is_causal in (False, True):
 #
 # Like torch's `scaled_dot_product_attention`, `triton_gallery.attention` has `is_causal`, `scale` and `enable_gqa`. It
 # has a `window`, a `causal_alignment` and `return_lse` besides, and no dropout and no mask of your own. It takes any
-# strides, any lengths, and head dimensions up to 256. The sizes of the tiles are a rule in its source, from
-# measurements, as on page three.
+# strides, lengths of queries and keys together up to 2³¹ − 2¹⁴, and head dimensions up to 256. The sizes of the tiles
+# are a table in its source: as large as registers allow.
 # All three gradients agree with torch's on the awkward shape:
 
 for options in ({"is_causal": True}, {"scale": 0.3}):
@@ -674,11 +674,12 @@ except ValueError as error:
 # On Hopper, copying and multiplying have warps of their own
 # ----------------------------------------------------------
 #
-# The kernels above run on every GPU that Triton knows. For GPUs of the type sm_90, such as the H100 and the H200, the
-# library has a second set. They serve what most models train with: float16 or bfloat16, with any mask that leaves each
-# query a key, and in the backward pass a head dimension over 16 (and short sequences have kernels of their own, further
-# down). float32 has one as well, at the end of this section. For all else the kernels above stay in charge. Both sets
-# compute the same formulas. What changes is who waits for whom.
+# The kernels above are for NVIDIA's GPUs from the A100 on and for AMD's; they ran on H100s and an H200, and are
+# compiled for three others. For GPUs of the type sm_90, such as these two, the library has a second set. They serve
+# what most models train with: float16 or bfloat16, with any mask that leaves each query a key (of up to 2¹⁹ queries, in
+# fewer than 2¹⁹ heads of all sequences together), and in the backward pass a head dimension over 16 (and short
+# sequences have kernels of their own, further down). float32 has one as well, at the end of this section. For all else
+# the kernels above stay in charge. Both sets compute the same formulas. What changes is who waits for whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
@@ -710,7 +711,8 @@ except ValueError as error:
 #   :math:`V` may have another number of them than :math:`Q` and :math:`K`. Nor do rows of 129 to 192 take the room of
 #   256: they lie in three pieces of 64 columns.
 # - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
-#   will be free first. Under a causal mask this keeps all multiprocessors busy to the end.
+#   will be free first. Under a causal mask few multiprocessors are then idle at the end, by the launcher's reckoning;
+#   nothing was timed without it.
 #
 # The backward kernel makes one walk and five products. A program has one tile of 128 keys after another, in turn or,
 # with a mask, from such a list, and adds up their :math:`dK` and :math:`dV` in registers. Each tile's share of
@@ -894,9 +896,9 @@ ladder
 # :measured:`attention-ladder-fp16: tiles of 64 × 32 / small kernel, 32 × 32 at 16384` as fast at 16384 positions.
 # (Smaller changes come with it: full tiles compute no mask, and the scale joins the exponent.)
 #
-# The fourth version asks the cache for half as much and waits half as often, and still, on an H200, it gains next to
-# nothing. Its rate over the third one's is :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at
-# 512` at 512 positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048,
+# The fourth version asks the cache for half as much and waits half as often, and still, on an H200, it is slower at all
+# four lengths. Its rate over the third one's is :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32
+# at 512` at 512 positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048,
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at 8192 and
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes from the
 # cache are not enough by themselves. Larger programs have a price, too. Their registers leave room for one on a
@@ -1844,9 +1846,11 @@ print(report_short_bwd.summary())
 # The sentences below are about an H200. Some of it can be said beforehand. Without a mask, the arithmetic is the same
 # for each pair of query and key, so the curve should be nearly flat. What bends it at the left is the fixed cost of a
 # tile of queries, its loads at the start and its division and store at the end, which a short walk along the keys pays
-# for more often. At 16384 positions all curves without a mask are below their best, ours and cuDNN's. Ours of the
-# forward pass with head dimension 128 is the furthest: :measured:`attention-fwd-d128-fp16: triton_gallery at 16384`
-# after :measured:`attention-fwd-d128-fp16: triton_gallery at 4096`; why, we have not measured.
+# for more often. At 16384 positions all curves of these sweeps without a mask are below their best, ours and cuDNN's.
+# Of ours that of the forward pass with head dimension 64 is the furthest: :measured:`attention-fwd-d64-fp16:
+# triton_gallery at 16384` after :measured:`attention-fwd-d64-fp16: triton_gallery at 4096`. With 128 it has
+# :measured:`attention-fwd-d128-fp16: triton_gallery at 16384`, and in the sweep of the versions, by the same call,
+# :measured:`attention-ladder-fp16: triton_gallery at 16384`; why, we have not measured.
 #
 # Under a causal mask half of each tile on the diagonal counts in our figures. The backward pass computes these tiles in
 # full. With :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count, a
@@ -1868,13 +1872,14 @@ for seq_len in (512, 1024, 4096, 16384):
 # :measured:`attention-fwd-d64-fp16: triton_gallery at 16384`; why, we have not measured. Our rate over cuDNN's is
 #
 # - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
-#   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one, where
-#   the schedule of long and short tiles pays (the sweep of head dimensions measures the latter once more:
-#   :measured:`attention-fwd-head-dims-fp16: triton_gallery / cuDNN at 128`)
+#   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one (the
+#   sweep of head dimensions measures the latter once more: :measured:`attention-fwd-head-dims-fp16: triton_gallery /
+#   cuDNN at 128`)
 # - forward, the lowest of each sweep: with head dimension 64 :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN
 #   at worst` without a mask and :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with one;
 #   with 128 :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` without and
-#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with one
+#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with one (the sweep of the versions, by
+#   the same calls without a mask, has :measured:`attention-ladder-fp16: triton_gallery / cuDNN at worst`)
 # - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
 #   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
 #   triton_gallery / cuDNN at worst` with 64
@@ -1923,11 +1928,11 @@ for seq_len in (512, 1024, 4096, 16384):
 # triton_gallery / torch at best`, and backward :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at
 # worst` to :measured:`attention-bwd-head-dims-fp32: triton_gallery / torch at best`. The backward pass counts five
 # products and makes seven, or eight beyond 128 columns, which alone would leave it five sevenths or five eighths of the
-# forward pass's rate. With short rows it has more, since the forward pass spends longer on its exponentials, and on
-# rescaling its sums. In two parts 96 columns are computed as 128. torch's curve is that of the setting it begins with.
-# (In "high" its kernel kept its rate when we tried; no record holds that.) In "high" we are forward at
-# :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at worst` to
-# :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at best` of it, backward at
+# forward pass's rate. Up to 192 columns it has more, with 256 less. (The forward pass may spend longer on its
+# exponentials, and on rescaling its sums; that has not been measured.) In two parts 96 columns are computed as 128.
+# torch's curve is that of the setting it begins with. (In "high" its kernel kept its rate when we tried; no record
+# holds that.) In "high" we are forward at :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at
+# worst` to :measured:`attention-fwd-head-dims-fp32: triton_gallery, high / torch at best` of it, backward at
 # :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at worst` to
 # :measured:`attention-bwd-head-dims-fp32: triton_gallery, high / torch at best`.
 #

@@ -1373,7 +1373,8 @@ def attention(
         ValueError: a mask or dropout, shapes that do not fit together, a head_dim or head_dim_v beyond 1 to 256, a
             seq_q + seq_k over 2**31 - 2**14, a scale that is not finite or (but for float64) beyond 2e38, a negative
             window, an unknown alignment, or tensors on different devices or where no kernel can run.
-        NotImplementedError: forward-mode differentiation reaches an argument, or a gradient is differentiated again.
+        NotImplementedError: forward-mode differentiation reaches an argument, a gradient is differentiated again, or
+            ``create_graph=True`` meets a batch of gradients.
 
     Notes:
         A query with no allowed key gets the output 0, the lse -inf and the gradient 0. Scores, softmax statistics and
@@ -1390,14 +1391,18 @@ def attention(
         and without a limit to the left.) There splits also serve more queries, in 16 bits, where their tiles fill at
         most half of the GPU (but not with a limit to the left, nor with a causal mask that begins with query 0 at key
         0), and in the backward pass of rows of up to 128 numbers several programs may share a tile of 128 keys, each
-        with a float32 copy of its gradients. 16-bit tensors whose rows do not begin at multiples of 16 bytes are copied
-        on Hopper, and so may the output and the gradients be.
+        with a float32 copy of its gradients. 16-bit tensors are copied on Hopper where their rows do not begin at
+        multiples of 16 bytes, where their last dimension is not dense, or where they are expanded (keys that a whole
+        batch shares then take room for each member, and so does the gradient of a sum); and so may the output and the
+        gradients be.
 
         On Hopper, float32 has a kernel of its own, but for short sequences and few queries. Inputs of 16 bits take
-        kernels of their own there, if the mask leaves each query a key, and so does their backward pass where the
-        larger head_dim is more than 16, but for short sequences. (Their forward keeps a table for each shape, of 4
-        bytes for every 64 queries of a head or more.) With rows of up to 128 numbers the backward keeps the gradient of
-        q in float32 and adds it up in no fixed order, but for short sequences.
+        kernels of their own there, if the mask leaves each query a key, a sequence has no more than 2**19 queries, and
+        all sequences together have fewer than 2**19 heads of queries; and so does their backward pass where the larger
+        head_dim is more than 16, but for short sequences. (Their forward keeps a table for each shape until the process
+        ends, of 4 bytes for each tile of 64 to 192 queries of a head, and under a mask their backward another, of 4
+        bytes for every 128 keys of a head or for each part of these.) With rows of up to 128 numbers the backward keeps
+        the gradient of q in float32 and adds it up in no fixed order, but for short sequences.
         :func:`torch.use_deterministic_algorithms` selects kernels whose sums have one: with these, and in every other
         case, forward and backward repeat bit for bit.
 
