@@ -676,10 +676,11 @@ except ValueError as error:
 #
 # The kernels above are for NVIDIA's GPUs from the A100 on and for AMD's; they ran on H100s and an H200, and are
 # compiled for three others. For GPUs of the type sm_90, such as these two, the library has a second set. They serve
-# what most models train with: float16 or bfloat16, with any mask that leaves each query a key (of up to 2¹⁹ queries, in
-# fewer than 2¹⁹ heads of all sequences together), and in the backward pass a head dimension over 16 (and short
-# sequences have kernels of their own, further down). float32 has one as well, at the end of this section. For all else
-# the kernels above stay in charge. Both sets compute the same formulas. What changes is who waits for whom.
+# what most models train with: float16 or bfloat16, with any mask that leaves each query a key (for up to 2¹⁹ queries in
+# a sequence, and fewer than 2¹⁹ heads of all sequences together), and in the backward pass a head dimension over 16
+# (and short sequences have kernels of their own, further down). float32 has one as well, at the end of this section.
+# For all else the kernels above stay in charge. Both sets compute the same formulas. What changes is who waits for
+# whom.
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the

@@ -46,7 +46,8 @@ _PART_CHUNKS = (4, 3)
 _PART_STAGES = 3
 _CHUNKS_PER_PROCESSOR = 12
 # Of the rows that tl's kernel for rows in registers has left, those are taken that have more numbers than the first,
-# and if they begin anywhere all where x has no fewer bytes than the second.
+# and if they begin anywhere all where x has no fewer bytes than the second. (Short ones do not come here: a program
+# takes one row at a time.)
 _LONG, _MIN_BYTES_UNALIGNED = 8192, 32 * 2**20
 
 
