@@ -120,8 +120,9 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
 # This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below,
-# and so do many rows of 257 or more 16-bit numbers whose length is no multiple of 4. Page two calls lengths *unaligned*
-# that are no multiple of 8 (of 4 in float32); here they are *odd*, for short.
+# and so do short ones that would leave a quarter of the tile or more empty, and many rows of 257 or more 16-bit numbers
+# whose length is no multiple of 4. Page two calls lengths *unaligned* that are no multiple of 8 (of 4 in float32); here
+# they are *odd*, for short.
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
@@ -258,10 +259,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # `_layer_norm_bwd_blocks_kernel`. It sums the same way, but cuts a row into equal blocks, as the forward pass will do
 # below. The next power of two may be nearly twice the row; of the blocks only the last is empty in part. A program of
 # that kernel has one row at a time, and as few warps as have the registers for it: the fewer, the fewer wait for each
-# other at each sum. It takes shorter rows, too, if they begin between multiples of 16 bytes and have 32 numbers or
-# more; then up to four share a warp. The kernel above keeps the other short rows, and some kinds of longer ones
-# (`_in_blocks` in the source has the limits). A few short rows, up to four tiles of them, have one program, which gets
-# `dw` and `db` themselves for its partial rows: the second launch would take longer than all the rest.
+# other at each sum. It takes shorter rows, too: from 32 numbers on if they begin between multiples of 16 bytes, and
+# otherwise most of those that have 80 of 16 bits or 513 of 32. Up to four of them share a warp. The kernel above keeps
+# the other short rows, and some kinds of longer ones (`_in_blocks` in the source has the limits). A few short rows, up
+# to four tiles of them, have one program, which gets `dw` and `db` themselves for its partial rows: the second launch
+# would take longer than all the rest.
 #
 # The launcher takes the number of programs as an argument, so that we can play with it, and the way to launch, so that
 # we can watch:
@@ -390,7 +392,9 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 # programs have more loads under way than one. So the package holds a row of more than 1024 elements in several blocks,
 # here five of 2048, of which only the last has empty lanes (`_layer_norm_fwd_blocks_kernel`). Its text keeps them as
 # they came from memory and widens them for the mean, for the variance and for the result. The compiler sees three times
-# the same conversion and makes it once, so that float32 numbers wait in the registers.
+# the same conversion and makes it once, so that float32 numbers wait in the registers. The same kernel takes several
+# short rows to a program if they fill up to three quarters of the next power of two: one of 96 elements lies in three
+# blocks of 32.
 #
 # A row of a million elements does not fit into the registers of one program. Then, unless several programs share it (a
 # section below says how), the statistics have to be collected on the way, as in the two loops above, but without their
@@ -847,7 +851,7 @@ long_report
 # small to very large, and in bfloat16, in which most of them are trained. The last shape is for those who normalize
 # over several dimensions at once, such as the channels, height and width of an image.
 #
-# - 32768 × 768: four short rows share a tile. Since 768 is no power of two, a quarter of its lanes stays empty.
+# - 32768 × 768: a row lies in three blocks of 256, without a gap, and a single warp has all of it.
 # - 16384 × 4096: a row is four blocks of 1024, without a gap.
 # - 8192 × 5120: five blocks, where a tile of one block would have 8192 lanes.
 # - 4096 × 12288: on Hopper, rows wait in shared memory, and a program has a multiprocessor to itself.
@@ -903,6 +907,17 @@ shapes_report
 # left out. Here are both passes of it, five trips together, on the widths of such models.
 
 
+def rms_norm_rate(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16)
+    in_torch = torch.nn.functional.rms_norm
+    compiled = torch.compile(in_torch, dynamic=False)
+    rms_norm = {"triton_gallery": tg.rms_norm, "torch": in_torch, "torch.compile": compiled}[provider]
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(rms_norm(x, (N,), w), (x, w), dy))
+    return tg.benchmark.gbps(5 * x.nbytes, times)
+
+
 @tg.benchmark.perf_report(
     triton.testing.Benchmark(
         x_names=["M", "N"],
@@ -919,14 +934,7 @@ shapes_report
     limit="copy",
 )
 def bench_rms_norm(M, N, provider):
-    x = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    w = torch.randn(N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16)
-    in_torch = torch.nn.functional.rms_norm
-    compiled = torch.compile(in_torch, dynamic=False)
-    rms_norm = {"triton_gallery": tg.rms_norm, "torch": in_torch, "torch.compile": compiled}[provider]
-    times = tg.benchmark.measure(lambda: torch.autograd.grad(rms_norm(x, (N,), w), (x, w), dy))
-    return tg.benchmark.gbps(5 * x.nbytes, times)
+    return rms_norm_rate(M, N, provider)
 
 
 rms_report = bench_rms_norm.run()
@@ -943,11 +951,59 @@ rms_report
 # At worst we are at :measured:`layer-norm-rms-fwd-bwd-bf16: triton_gallery / peers at worst` of the best other
 # provider's rate, and at :measured:`layer-norm-rms-fwd-bwd-bf16: triton_gallery / copy of as many bytes at worst` of
 # that of a copy.
+#
+# The heads of attention
+# ----------------------
+# Some models normalize once more, inside of attention: each head's queries and keys, before the scores are taken (*QK
+# norm*). A row is then one head of one token, mostly of 64 to 256 numbers, and there are very many of them. A row of
+# 160 numbers in a block of 256 leaves three of eight lanes with nothing to ask memory for; in three blocks of 64 it
+# leaves one of six. And a thread that loads a *vector* of 16 bytes has eight of 256 numbers, so that 32 threads have to
+# meet for each sum of such a row, which takes five exchanges between two of them. With a vector of each of the three
+# blocks, eight threads have the whole row, and three exchanges are enough.
+#
+# Here are both passes of a million such rows, those of 32768 tokens with 32 heads.
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=[32, 48, 64, 80, 96, 128, 160, 192, 256],
+        line_arg="provider",
+        line_vals=PROVIDERS,
+        line_names=PROVIDERS,
+        ylabel="GB/s",
+        xlabel="row length N",
+        plot_name="layer-norm-heads-fwd-bwd-bf16",
+        args={"M": 2**20},
+    ),
+    title="RMS norm of a million short rows, forward and backward pass, bfloat16",
+    limit="copy",
+)
+def bench_heads(M, N, provider):
+    return rms_norm_rate(M, N, provider)
+
+
+heads_report = bench_heads.run()
+
+# %%
+
+heads_report.plot()
+
+# %%
+
+heads_report
+
+# %%
+# With 128 numbers both passes together run at :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / copy of as
+# many bytes at 128` of the rate of a copy, with 160 at :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / copy
+# of as many bytes at 160`, and with 32, which our kernels do not cut into blocks, at
+# :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32`. Against the best other
+# provider, the lowest ratio is :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / peers at worst`.
 
 # %%
 # Rows that begin anywhere
 # ------------------------
-# A thread loads a *vector* of 16 bytes at once, but only from an address that is a multiple of 16. A row of 8191
+# A thread loads a vector of 16 bytes at once, but only from an address that is a multiple of 16. A row of 8191
 # float16 numbers is 16382 bytes long, so the second row begins two bytes before such an address, the third one four,
 # and only the ninth begins at one again. Who takes such a row from its first number must load each number by itself,
 # with eight times as many instructions. Nor can they be loaded ahead of time: an asynchronous copy moves four bytes at
@@ -1053,7 +1109,8 @@ tg.codegen.listing(tg.layer_norm, x_short, 1024, w_short, w_short)
 # Where the time goes
 # -------------------
 
-for each in (forward_report, few_report, long_report, backward_report, shapes_report, rms_report, odd_report):
+reports = forward_report, few_report, long_report, backward_report, shapes_report, rms_report, heads_report, odd_report
+for each in reports:
     print(each.summary())
 
 # %%

@@ -56,6 +56,7 @@ CALLS = [
     (lambda x: tg.dropout(x, 0.3, seed=1), [random(3, 64, 65).mT]),
     (lambda x, w, b: tg.layer_norm(x, (781,), w, b), [random(2**21 // 781 + 1, 781), random(781), random(781)]),
     (lambda x, w, b: tg.layer_norm(x, (100,), w, b), [random(9, 100), random(100), random(100)]),
+    (lambda x, w: tg.rms_norm(x, (96,), w), [random(70, 96), random(96)]),
     (lambda x, w, b: tg.layer_norm(x, (1000,), w, b), [random(300, 1000), random(1000), random(1000)]),
     (lambda x, w, b: tg.layer_norm(x, (9, 13), w, b), [random(65, 9, 13, dtype=F32), *random(2, 9, 13, dtype=F32)]),
     (lambda x, w: tg.rms_norm(x, (40999,), w), [random(3, 40999), random(40999)]),

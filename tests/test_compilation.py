@@ -113,6 +113,7 @@ CASES = [
     Case(
         "layer_norm", [(4096, 768)], FLOATS, {"normalized_shape": [768], "weight": (768,), "bias": (768,)}, always=True
     ),
+    Case("layer_norm", [(4096, 160)], (F16, F32), {"normalized_shape": [160], "weight": (160,), "bias": (160,)}),
     Case("layer_norm", [(4096, 777)], (F16, F32), {"normalized_shape": [777], "weight": (777,), "bias": (777,)}),
     Case("layer_norm", [(4096, 1536)], FLOATS, {"normalized_shape": [1536], "weight": (1536,), "bias": (1536,)}),
     Case("layer_norm", [(4096, 1537)], (F16, F32), {"normalized_shape": [1537], "weight": (1537,), "bias": (1537,)}),

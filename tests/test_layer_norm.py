@@ -32,7 +32,7 @@ def small_blocks(monkeypatch):
 
     def small_tile(x, n_rows, n_cols, vectorized):
         block_n = module.next_power_of_2(n_cols)
-        return 32 // block_n, block_n, 4
+        return 32 // block_n, block_n, 1, 4
 
     monkeypatch.setattr(module, "_fwd_tile", small_tile)
     monkeypatch.setattr(module, "_FWD_LONG_TILE", 16)
@@ -151,6 +151,30 @@ def test_rows_that_can_or_cannot_be_read_16_bytes_at_a_time(norm, dtype, n_cols,
     params = make_params(norm, (n_cols,), dtype, device)
     check(norm, laid_out(3, *layout), (n_cols,), params, dy=laid_out(3, *layout))
     check(norm, laid_out(3, *layout), (n_cols,), params)
+
+
+@pytest.mark.parametrize(("norm", "dtype"), in_turn(BOTH, FLOATS[:3]), ids=str)
+@pytest.mark.parametrize(
+    ("n_rows", "n_cols"), [(3, 40), (64, 48), (65, 44), (33, 80), (31, 96), (9, 160), (17, 192), (5, 384), (7, 768)]
+)
+def test_short_rows_lie_in_three_blocks(norm, dtype, n_rows, n_cols, device):
+    x = torch.randn(n_rows, n_cols, device=device).to(dtype) + 1
+    assert module._fwd_tile(x, n_rows, n_cols, True)[2] == 3
+    check(norm, x, (n_cols,), make_params(norm, (n_cols,), dtype, device))
+
+
+@pytest.mark.parametrize(("n_rows", "n_cols"), [(1, 48), (2, 40), (5, 33), (8, 46), (1, 16)])
+@pytest.mark.parametrize("block_m", [1, 2])
+def test_rows_in_blocks_are_moved_once_and_nothing_else_is_touched(n_rows, n_cols, block_m):
+    x, out = torch.randn(2, n_rows, n_cols)
+    weight, bias = torch.randn(2, n_cols)
+    mean, rstd = torch.randn(2, n_rows)
+    calls = tg.trace(
+        module._layer_norm_fwd_blocks_kernel, (-(-n_rows // block_m),), x, weight, bias, out, mean, rstd, n_rows,
+        n_cols, n_cols, 1e-5, BLOCK_M=block_m, BLOCK_N=16, N_BLOCKS=-(-n_cols // 16), AHEAD=n_cols % 2 == 0, ALIGN=1,
+    )  # fmt: skip
+    assert not calls.outside and (calls.load_counts("x_ptr") == 1).all()
+    assert all((calls.store_counts(name) == 1).all() for name in ("y_ptr", "mean_ptr", "rstd_ptr"))
 
 
 @pytest.mark.parametrize(("norm", "dtype"), in_turn(BOTH, FLOATS[:3]), ids=str)
@@ -307,11 +331,28 @@ def test_from_where_on_rows_lie_in_parts_is_up_to_the_memory(fast, monkeypatch):
         assert (kernels.plan_forward(x, None, None) is not None) == in_parts
 
 
-def test_rows_that_a_program_takes_many_of_at_a_time_do_not_lie_in_parts():
-    for shape in ((2**20, 20), (8192, 2052)):
-        x = torch.empty(shape, device="meta", dtype=torch.float16)
-        report = tg.codegen.inspect(tg.layer_norm, x, shape[1:], targets="sm_90", backward=True)
-        assert "_layer_norm_bwd_kernel" in [kernel.name for kernel in report.kernels]
+@pytest.mark.parametrize(
+    ("n_rows", "n_cols", "dtype", "in_blocks"),
+    [
+        (2**20, 20, torch.float16, False),
+        (2**19, 72, torch.float16, False),
+        (2**18, 80, torch.float16, True),
+        (2, 256, torch.float16, True),
+        (2**12, 384, torch.float16, False),
+        (2**14, 384, torch.float16, True),
+        (2, 520, torch.float16, True),
+        (2**16, 512, torch.float32, False),
+        (2, 516, torch.float32, True),
+        (8192, 2052, torch.float16, False),
+    ],
+    ids=str,
+)
+def test_which_kernel_short_rows_have_for_their_gradients(n_rows, n_cols, dtype, in_blocks):
+    x = torch.empty(n_rows, n_cols, device="meta", dtype=dtype)
+    assert (module._in_blocks(n_cols, False, x, x) is not None) == in_blocks
+    kernels = hopper.load("layer_norm_backward")
+    # A program of rows in parts has one at a time.
+    assert kernels is None or kernels.plan_backward(x, x, None) is None
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -117,7 +117,7 @@ def _load_kept(ptr, cols, mask):
     return tl.load(ptr + cols, mask=mask, eviction_policy="evict_last")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _layer_norm_fwd_blocks_kernel(
     x_ptr,  # (n_rows, n_cols)
     weight_ptr,  # (n_cols,) or None
@@ -125,29 +125,33 @@ def _layer_norm_fwd_blocks_kernel(
     y_ptr,  # (n_rows, n_cols)
     mean_ptr,  # (n_rows,), or None for RMS norm
     rstd_ptr,  # (n_rows,)
+    n_rows,
     n_cols,
     x_row_stride,
     eps: tl.float64,
-    N_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    N_BLOCKS: tl.constexpr,
     AHEAD: tl.constexpr,  # whether weight and bias are loaded with x, and wait for the sums in registers
     ALIGN: tl.constexpr,  # n_cols and strides are multiples of it
 ):
-    """Program i owns row i, in blocks of columns that are all full but the last.
+    """Program i owns rows i * BLOCK_M to (i + 1) * BLOCK_M, in blocks of columns that are all full but the last.
 
     One block would have to be the next power of two, and up to half of its registers would hold nothing.
     """
     COMPUTE_DTYPE: tl.constexpr = rstd_ptr.dtype.element_ty
     n_cols, x_row_stride = [n // ALIGN * ALIGN for n in (n_cols, x_row_stride)]
-    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # A single row of a program is always there. Without a mask long rows take fewer registers.
+    row_mask = rows < n_rows if BLOCK_M > 1 else tl.full((BLOCK_M,), True, tl.int1)
     lanes = tl.arange(0, BLOCK_N)
-    x_row_ptr = x_ptr + row * x_row_stride
-    y_row_ptr = y_ptr + row * n_cols
+    x_row_ptrs = x_ptr + rows[:, None] * x_row_stride
+    y_row_ptrs = y_ptr + rows[:, None] * n_cols
     blocks = ()
     for k in tl.static_range(N_BLOCKS):
         cols = k * BLOCK_N + lanes
-        mask = cols < n_cols if k == N_BLOCKS - 1 else None
-        blocks += (tl.load(x_row_ptr + cols, mask=mask, other=None if mask is None else 0.0),)
+        mask = row_mask[:, None] & (cols < n_cols)[None, :] if k == N_BLOCKS - 1 else row_mask[:, None]
+        blocks += (tl.load(x_row_ptrs + cols[None, :], mask=mask, other=0.0),)
     weights = ()
     biases = ()
     if AHEAD:
@@ -158,32 +162,33 @@ def _layer_norm_fwd_blocks_kernel(
                 weights += (_load_kept(weight_ptr, cols, mask),)
             if bias_ptr is not None:
                 biases += (_load_kept(bias_ptr, cols, mask),)
-    mean = tl.zeros((), COMPUTE_DTYPE)
+    mean = tl.zeros((BLOCK_M,), COMPUTE_DTYPE)
     if mean_ptr is not None:
-        total = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+        total = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE_DTYPE)
         for k in tl.static_range(N_BLOCKS):
             total += blocks[k].to(COMPUTE_DTYPE)
-        mean = tl.sum(total, axis=0) / n_cols
-        tl.store(mean_ptr + row, mean)
-    m2 = tl.zeros((BLOCK_N,), COMPUTE_DTYPE)
+        mean = tl.sum(total, axis=1) / n_cols
+        tl.store(mean_ptr + rows, mean, mask=row_mask)
+    m2 = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE_DTYPE)
     for k in tl.static_range(N_BLOCKS):
-        x = blocks[k].to(COMPUTE_DTYPE) - mean
+        x = blocks[k].to(COMPUTE_DTYPE) - mean[:, None]
         if k == N_BLOCKS - 1:
-            x = tl.where(k * BLOCK_N + lanes < n_cols, x, 0.0)
+            x = tl.where((k * BLOCK_N + lanes < n_cols)[None, :], x, 0.0)
         m2 += x * x
-    rstd = tl.rsqrt(tl.sum(m2, axis=0) / n_cols + tl.full((), eps, COMPUTE_DTYPE))
-    tl.store(rstd_ptr + row, rstd)
+    rstd = tl.rsqrt(tl.sum(m2, axis=1) / n_cols + tl.full((), eps, COMPUTE_DTYPE))
+    tl.store(rstd_ptr + rows, rstd, mask=row_mask)
     for k in tl.static_range(N_BLOCKS):
         cols = k * BLOCK_N + lanes
         mask = cols < n_cols if k == N_BLOCKS - 1 else None
-        y = (blocks[k].to(COMPUTE_DTYPE) - mean) * rstd
+        y = (blocks[k].to(COMPUTE_DTYPE) - mean[:, None]) * rstd[:, None]
         if weight_ptr is not None:
             weight = weights[k] if AHEAD else _load_kept(weight_ptr, cols, mask)
-            y *= weight.to(COMPUTE_DTYPE)
+            y *= weight.to(COMPUTE_DTYPE)[None, :]
         if bias_ptr is not None:
             bias = biases[k] if AHEAD else _load_kept(bias_ptr, cols, mask)
-            y += bias.to(COMPUTE_DTYPE)
-        tl.store(y_row_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+            y += bias.to(COMPUTE_DTYPE)[None, :]
+        y_mask = row_mask[:, None] if mask is None else row_mask[:, None] & mask[None, :]
+        tl.store(y_row_ptrs + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=y_mask)
 
 
 @triton.jit
@@ -617,23 +622,30 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _fwd_tile(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program for short rows: measured on an H100, but for float64."""
+def _fwd_tile(x: torch.Tensor, n_rows: int, n_cols: int, vectorized: bool) -> tuple[int, int, int, int]:
+    """(rows, columns of a block, blocks, warps) of a program for short rows.
+
+    Measured on an H100, but float64 and three blocks on an H200.
+    """
     block_n = next_power_of_2(n_cols)
     if x.dtype == torch.float64:
-        return 2048 // block_n, block_n, 4
+        return 2048 // block_n, block_n, 1, 4
+    if vectorized and block_n >= 64 and n_cols <= block_n // 4 * 3:
+        # Three quarters of the block, and a thread has two vectors of each of them.
+        block_n //= 4
+        return 64 * 2 * 16 // x.element_size() // block_n, block_n, 3, 2
     n_numbers = n_rows * block_n
     if not vectorized:
         # Numbers that are loaded one by one: a warp has few of them to wait for, or of long rows a thread has.
         if block_n <= 256:
-            return 512 // block_n, block_n, 4 if block_n <= 64 and n_numbers < 2**19 else 1
-        return (1, block_n, block_n // 256) if n_numbers <= 2**20 else (2048 // block_n, block_n, 4)
+            return 512 // block_n, block_n, 1, 4 if block_n <= 64 and n_numbers < 2**19 else 1
+        return (1, block_n, 1, block_n // 256) if n_numbers <= 2**20 else (2048 // block_n, block_n, 1, 4)
     wide = x.dtype == torch.float32
     if n_numbers <= 2**20 or (n_numbers < 2**22 and not wide):
         # Few programs, which are the sooner done the smaller they are.
-        return 1024 // block_n, block_n, 2 if block_n <= 128 and not wide else 4
+        return 1024 // block_n, block_n, 1, 2 if block_n <= 128 and not wide else 4
     tile, num_warps = (1024, 2) if block_n <= 128 else (2048, 2) if block_n <= 512 or wide else (4096, 4)
-    return tile // block_n, block_n, num_warps
+    return tile // block_n, block_n, 1, num_warps
 
 
 def _fwd_block(
@@ -739,7 +751,10 @@ def _in_blocks(n_cols: int, forward: bool, *tensors: torch.Tensor) -> _InBlocks 
         pays = vector == 8 and n_cols % (4 if n_cols <= 1024 else 2) != 0 and tensors[0].numel() >= _MIN_UNALIGNED
         shortest, longest = 257, 8192 - vector if pays else 0
     else:
-        shortest, longest = _ONE_BLOCK_COLS + 1 if aligned else 32, 10240
+        # One block holds aligned rows, too, if they are short. It is faster up to 512 columns of 32 bits, and of 16
+        # bits up to 72, or to 512 where there are few rows of more than 256.
+        few = n_cols > 256 and tensors[0].numel() < 2**22
+        shortest, longest = 32 if not aligned else 513 if vector == 4 or few else 80, 10240
         if vector == 8 and not aligned and n_cols % 4 == 0 and 1024 < n_cols <= _BWD_TILE:
             return None  # here they are faster four at a time
     if not shortest <= n_cols <= longest:
@@ -833,18 +848,21 @@ def _layer_norm_fwd(
             N_FULL=n_cols // plan.block_n, NUM_STAGES=plan.stages, num_warps=plan.num_warps, **plan.options,
         )  # fmt: skip
     elif n_cols <= _ONE_BLOCK_COLS:
-        block_m, block_n, num_warps = _fwd_tile(x, n_rows, n_cols, vectorized)
+        block_m, block_n, n_blocks, num_warps = _fwd_tile(x, n_rows, n_cols, vectorized)
+        kernel, in_blocks = _layer_norm_fwd_kernel, {}
+        if n_blocks > 1:
+            kernel, in_blocks = _layer_norm_fwd_blocks_kernel, {"N_BLOCKS": n_blocks, "AHEAD": True}
         launch(
-            _layer_norm_fwd_kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
-            BLOCK_M=block_m, BLOCK_N=block_n, ALIGN=align, num_warps=num_warps,
+            kernel, (cdiv(n_rows, block_m),), *arguments, n_rows, n_cols, rows.stride(0), eps,
+            BLOCK_M=block_m, BLOCK_N=block_n, **in_blocks, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
     elif (kernels := _for_hopper("forward", x.device)) and (plan := kernels.plan_forward(rows, weight, bias)):
         kernels.forward(*arguments, eps, plan)
     elif n_cols * x.element_size() <= _FWD_MAX_BYTES and (vectorized or n_cols <= _FWD_MAX_COLS):
         block_n, num_warps, ahead = _fwd_block(x, weight, bias, n_rows, n_cols, vectorized)
         launch(
-            _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_cols, rows.stride(0), eps,
-            N_BLOCKS=cdiv(n_cols, block_n), BLOCK_N=block_n, AHEAD=ahead, ALIGN=align, num_warps=num_warps,
+            _layer_norm_fwd_blocks_kernel, (n_rows,), *arguments, n_rows, n_cols, rows.stride(0), eps,
+            BLOCK_M=1, BLOCK_N=block_n, N_BLOCKS=cdiv(n_cols, block_n), AHEAD=ahead, ALIGN=align, num_warps=num_warps,
         )  # fmt: skip
     else:
         block_n = (1 if n_cols <= 32768 else 2) * _FWD_LONG_TILE * 2 // x.element_size()
@@ -942,9 +960,7 @@ def _layer_norm_bwd(
         _sum_partials(dw_partial, db_partial, dw, db, plan.max_programs(x))
         return dx, dw, db
 
-    # A program of these kernels takes one row at a time, and of short ones it would take thousands.
-    kernels = _for_hopper("backward", x.device) if n_cols > _BWD_TILE else None
-    if kernels and (plan := kernels.plan_backward(dy, x, weight)):
+    if (kernels := _for_hopper("backward", x.device)) and (plan := kernels.plan_backward(dy, x, weight)):
         n_groups = min(n_rows, plan.max_groups)
         dw_partial, db_partial = _partials(n_groups, n_cols, rstd, dw_dtype, db_dtype)
         kernels.backward(dy, x, weight, mean, rstd, dx, dw_partial, db_partial, n_groups, plan)

@@ -46,9 +46,9 @@ _PART_CHUNKS = (4, 3)
 _PART_STAGES = 3
 _CHUNKS_PER_PROCESSOR = 12
 # Of the rows that tl's kernel for rows in registers has left, those are taken that have more numbers than the first,
-# and if they begin anywhere all where x has no fewer bytes than the second. (Short ones do not come here: a program
-# takes one row at a time.)
-_LONG, _MIN_BYTES_UNALIGNED = 8192, 32 * 2**20
+# and if they begin anywhere more than the second where x has no fewer bytes than the third. (A program takes one row at
+# a time: of short ones it would take thousands.)
+_LONG, _LONG_UNALIGNED, _MIN_BYTES_UNALIGNED = 8192, 4096, 32 * 2**20
 
 
 @gluon.jit
@@ -375,7 +375,9 @@ def plan_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None
         return None
     vector = 16 // size
     aligned = n_cols % vector == 0
-    if not pays(x, aligned, _LONG, 0, _MIN_BYTES_UNALIGNED) or not rows_begin_alike(vector, n_cols, dy, x):
+    if not pays(x, aligned, _LONG, _LONG_UNALIGNED, _MIN_BYTES_UNALIGNED):
+        return None
+    if not rows_begin_alike(vector, n_cols, dy, x):
         return None
     n_processors = num_multiprocessors(x.device)
     if aligned and size == 2 and n_cols <= _MAX_CHUNKS * _CHUNK:
