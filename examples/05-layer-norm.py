@@ -260,7 +260,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # below. The next power of two may be nearly twice the row; of the blocks only the last is empty in part. A program of
 # that kernel has one row at a time, and as few warps as have the registers for it: the fewer, the fewer wait for each
 # other at each sum. It takes shorter rows, too: from 32 numbers on if they begin between multiples of 16 bytes, and
-# otherwise most of those that have 80 of 16 bits or 513 of 32. Up to four of them share a warp. The kernel above keeps
+# otherwise most of those that have 80 of 16 bits or 513 of 32. Up to eight of them share a warp. The kernel above keeps
 # the other short rows, and some kinds of longer ones (`_in_blocks` in the source has the limits). A few short rows, up
 # to four tiles of them, have one program, which gets `dw` and `db` themselves for its partial rows: the second launch
 # would take longer than all the rest.

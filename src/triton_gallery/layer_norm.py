@@ -759,8 +759,9 @@ def _in_blocks(n_cols: int, forward: bool, *tensors: torch.Tensor) -> _InBlocks 
             return None  # here they are faster four at a time
     if not shortest <= n_cols <= longest:
         return None
-    # The least that a warp takes is half of a row forward, and a quarter of it backward.
-    for warps_per_row in (0.5, 1, 2, 4, 8) if forward else (0.25, 0.5, 1, 2, 4, 8):
+    # The least that a row takes is half of a warp forward, and backward a quarter, or an eighth for three blocks.
+    least = 0.5 if forward else 0.125 if aligned and n_cols <= 96 else 0.25
+    for warps_per_row in (w for w in (0.125, 0.25, 0.5, 1, 2, 4, 8) if w >= least):
         block_n = int(32 * warps_per_row) * vector
         n_blocks = cdiv(n_cols if aligned else n_cols + vector - 1, block_n)
         if n_blocks <= _MAX_BLOCKS:
