@@ -305,8 +305,13 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("layer_norm 4096x15872", "sm_90"): (20, "sums of three chunks, with Triton 3.9 alone"),
     ("layer_norm 4096x15873", "sm_90"): (40, "five values of a part, forward; ten with Triton 3.9"),
     ("layer_norm 4096x24576", "sm_90"): (24, "the same, backward, with Triton 3.9 alone"),
+    **{
+        (f"layer_norm {shape}", "sm_90"): (20, "the same, with Triton 3.9 alone")
+        for shape in ("64x24576", "200x16384", "4096x40960")
+    },
     ("layer_norm 4096x40999", "sm_90"): (58, "the same, and sums of four chunks"),
     ("layer_norm 4096x49152", "sm_90"): (24, "the same as with 24576"),
+    ("layer_norm 4096x49152", "sm_100"): (8, "two values of 32 warps, with Triton 3.9 alone"),
     ("rms_norm 4096x16384", "sm_90"): (20, "five values, with Triton 3.9 alone"),
     **{
         (f"matmul {shapes}", "sm_90"): (8, "two values outside of the loop over K, with Triton 3.9 alone")
