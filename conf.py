@@ -30,7 +30,6 @@ extensions = [
     "solutions",
     "terms",
     "sphinx.ext.autodoc",
-    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
     "matplotlib.sphinxext.plot_directive",

@@ -551,7 +551,7 @@ def test_run_without_gpu_and_record_says_so_in_place_of_figures(records, monkeyp
     no_gpu(monkeypatch)
     report = benchmark.perf_report(make_benchmark(plot_name="softmax-fp64"), title="Softmax")(bench_softmax).run()
     words = "not yet measured: no record is committed; `make record` on a GPU machine measures it"
-    assert capsys.readouterr().out == f"softmax-fp64: no GPU to measure on; {words}.\n"
+    assert capsys.readouterr().out == f"softmax-fp64: nothing to measure, {benchmark._without_gpu()}; {words}.\n"
     assert report.summary() == f"Softmax\n  {words}"
     # Neither figure nor table leads to files that do not exist.
     assert report._repr_html_() == f"<p><strong>Softmax</strong>: {words}.</p>\n" and report.plot() is None
@@ -567,7 +567,8 @@ def test_run_without_gpu_and_record_says_so_in_place_of_figures(records, monkeyp
 def test_run_without_a_gpu_refuses_to_write_records(records, monkeypatch):
     no_gpu(monkeypatch)
     monkeypatch.setenv("TRITON_GALLERY_RECORDS", str(records))
-    with pytest.raises(RuntimeError, match="softmax-fp16: TRITON_GALLERY_RECORDS is set, and there is no GPU"):
+    why = re.escape(benchmark._without_gpu())
+    with pytest.raises(RuntimeError, match=f"softmax-fp16: TRITON_GALLERY_RECORDS is set, but {why}"):
         benchmark.perf_report(make_benchmark(), title="Softmax")(bench_softmax).run()
 
 
@@ -744,9 +745,7 @@ def test_outdated_figures_are_shown_nowhere(parts, words):
 
 def test_what_kernels_import_belongs_to_them():
     record, digests = make_record(), _source.kernel_digests("attention-fwd-fp16")
-    record["text"] = {"kernels": digests["kernels"], "launch": digests["launch"], "benchmark": "0123456789abcdef"}
-    assert benchmark._changed(record, digests) == set()  # an older record does not know
-    record["text"]["imports"] = digests["imports"]
+    record["text"] = digests | {"benchmark": "0123456789abcdef"}
     assert benchmark._changed(record, digests) == set()
     record["text"]["imports"] = "0" * 16
     assert benchmark._changed(record, digests) == {"kernels"}

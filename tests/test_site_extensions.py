@@ -304,7 +304,8 @@ def test_fingerprint_follows_the_quoted_module_and_its_records(examples, src):
 def test_fingerprint_follows_what_every_page_prints_with(examples, src, name):
     before = gallery.fingerprint(examples / "01-one.py", src)
     (src / "triton_gallery" / name).parent.mkdir(parents=True)
-    (src / "triton_gallery" / name).write_text('{"limit": null}')
+    record = Path(gallery.__file__).parents[2] / "src/triton_gallery/records/nvidia-h200/vector-add-fp32.json"
+    (src / "triton_gallery" / name).write_text(record.read_text() if name.endswith(".json") else "x = 1")
     assert gallery.fingerprint(examples / "01-one.py", src) != before
 
 
@@ -715,6 +716,13 @@ def test_preflight_names_a_wrong_torch_or_triton(monkeypatch, versions, pin, mes
     monkeypatch.setattr(metadata, "version", lambda name: installed.get(name, "1.0"))
     monkeypatch.setattr(metadata, "requires", lambda name: [pin] if pin else [])
     assert preflight.problem("site").startswith(message)
+
+
+def test_preflight_names_what_is_too_new(monkeypatch):
+    from importlib import metadata
+
+    monkeypatch.setattr(metadata, "version", lambda name: {"torch": "2.11", "triton": "3.6"}.get(name, "99.0"))
+    assert preflight.problem("tests").startswith("pytest older than 9.2 is needed, and ")
 
 
 @pytest.mark.parametrize(

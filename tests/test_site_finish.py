@@ -255,3 +255,23 @@ def test_page_loads_one_bundle_of_each_kind(tmp_path):
     text = bundle.contents(tmp_path, ["css/theme.css", "late.css"])
     assert text.startswith("/* css/theme.css late.css */\n")
     assert """url(css/fonts/x.woff2), url('css/y.png'), url(data:z)""" in text and 'url("w.png")' in text
+
+
+def test_of_a_page_whose_source_is_gone_nothing_is_left(tmp_path):
+    for source in ("index.rst", "gone.rst", "gone.too.rst"):
+        (tmp_path / source).write_text(f":orphan:\n\n{source}\n{9 * '='}\n")
+    settings = {"extensions": ["finish"], "html_copy_source": True}
+
+    def build() -> set[str]:
+        app = SphinxTestApp("html", srcdir=tmp_path, confoverrides=settings)
+        app.build()
+        app.cleanup()
+        return {path.relative_to(app.outdir).as_posix() for path in app.outdir.rglob("*gone*")}
+
+    (tmp_path / "conf.py").touch()
+    built = build()
+    assert {"gone.html", "_sources/gone.rst.txt", "gone.too.html"} <= built
+    markdown = tmp_path / "_build" / "html" / "gone.md"
+    markdown.touch()
+    (tmp_path / "gone.rst").unlink()
+    assert build() == {name for name in built if "gone.too" in name}

@@ -158,10 +158,11 @@ def _build_finished(app, exception) -> None:
 
 
 def _remove_pages(app, env, added, changed, removed) -> list:
-    # Sphinx forgets a page whose source is gone, and leaves in the site what it wrote of it.
+    # Sphinx forgets a page whose source is gone, and leaves in the site what was written of it.
     if app.builder.format == "html":
         for name in removed:
-            Path(app.builder.get_outfilename(name)).unlink(missing_ok=True)
+            for path in (f"{name}.html", f"{name}.md", f"_sources/{name}.rst.txt"):
+                Path(app.outdir, path).unlink(missing_ok=True)
     return []
 
 

@@ -84,7 +84,7 @@ def _expanded(name: str, text: str, src: Path, keep_references: bool) -> str:
                 raise LookupError("quote: leave a blank line between a comment and the quote below it")
             return "\n\n\n".join(source_of(quoted.strip(), src) for quoted in _QUOTE.findall(match[0]))
         except (LookupError, ValueError, ImportError) as error:
-            raise PageError(f"{name}:{line}: {error.args[0]}") from error
+            raise PageError(f"{name}:{line}: {error}") from error
 
     return _REFERENCE.sub(expand, text)
 
@@ -103,7 +103,7 @@ def measured(reference: str) -> str:
     except (LookupError, ValueError, OSError) as error:
         if isinstance(error, FileNotFoundError) and is_declared(name):
             return NOT_YET
-        raise LookupError(f"measured: {reference!r}: {error.args[0] if error.args else error}") from error
+        raise LookupError(f"measured: {reference!r}: {error}") from error
 
 
 def report(name: str, gpu: str | None = None):

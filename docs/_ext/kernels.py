@@ -18,16 +18,12 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docstrings import prepare_docstring
 from sphinx.util.docutils import SphinxDirective
 
+from triton_gallery._source import _is_kernel
+
 
 def kernels_in(source: str) -> list[ast.FunctionDef]:
     """All functions in `source` that ``triton.jit`` or ``gluon.jit`` turns into a kernel."""
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    return [f for f in functions if any(re.search(r"\bjit\b", ast.unparse(d)) for d in f.decorator_list)]
-
-
-def signature_of(node: ast.FunctionDef) -> str:
-    """The parameters as the source writes them, so that types keep their usual names: ``tl.constexpr``."""
-    return f"({ast.unparse(node.args)})"
+    return [node for node in ast.parse(source).body if _is_kernel(node)]
 
 
 def docstring_of(docstring: str | None) -> list[str]:
@@ -46,7 +42,8 @@ class Kernels(SphinxDirective):
         self.env.note_dependency(str(path))
         lines = []
         for node in kernels_in(path.read_text(encoding="utf-8")):
-            lines += [f".. py:function:: {node.name}{signature_of(node)}", f"   :module: {module}", ""]
+            # The parameters as the source writes them, so that types keep their usual names: tl.constexpr.
+            lines += [f".. py:function:: {node.name}({ast.unparse(node.args)})", f"   :module: {module}", ""]
             lines += [f"   {line}" for line in docstring_of(ast.get_docstring(node, clean=False))] + [""]
         return self.parse_text_to_nodes("\n".join(lines))
 

@@ -32,19 +32,21 @@ def oldest_python():
 
 
 def requirements(extra):
-    """The distributions that the package needs with this extra, and the oldest version that it takes of each."""
+    """The distributions that the package needs with this extra: of each, the oldest version and the first too new."""
     import tomllib
 
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-    extras, oldest = project["optional-dependencies"], {}
+    extras, bounds = project["optional-dependencies"], {}
     left = [*project["dependencies"], *extras.get(extra, ())]
     for requirement in left:
-        name, of_package, version = re.match(r"([\w-]+)(?:\[([\w-]+)\])?(?:>=([\d.]+))?", requirement).groups()
+        name, of_package, *versions = re.match(
+            r"([\w-]+)(?:\[([\w-]+)\])?(?:>=([\d.]+))?(?:<([\d.]+))?", requirement
+        ).groups()
         if of_package:
             left += extras[of_package]
         else:
-            oldest[name] = numbers(version or "")
-    return oldest
+            bounds[name] = [numbers(version or "") for version in versions]
+    return bounds
 
 
 def problem(kind):
@@ -57,7 +59,7 @@ def problem(kind):
     from importlib import metadata
 
     versions = {}
-    for name, oldest in requirements(EXTRAS[kind]).items():
+    for name, (oldest, too_new) in requirements(EXTRAS[kind]).items():
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -68,6 +70,9 @@ def problem(kind):
         if numbers(versions[name]) < oldest:
             need = ".".join(map(str, oldest))
             return f"{name} {need} or newer is needed, and {sys.executable} has {versions[name]}"
+        if too_new and numbers(versions[name]) >= too_new:
+            need = ".".join(map(str, too_new))
+            return f"{name} older than {need} is needed, and {sys.executable} has {versions[name]}"
     for requirement in metadata.requires("torch") or ():
         pin = re.match(r"(?:pytorch-)?triton(?:-\w+)?\s*==\s*([\d.]+)", requirement)
         if pin and numbers(pin[1]) != numbers(versions["triton"]):
@@ -96,13 +101,12 @@ def version_of_module(name):
 def missing_for_launches():
     """What Triton lacks to compile the C code with which it launches kernels, or None."""
     import os
-    import pathlib
     import shutil
     import sysconfig
 
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "to launch kernels Triton needs a C compiler, gcc or clang in the PATH, or another whose name is in CC"
-    header = pathlib.Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     if not header.exists():
         return f"to launch kernels Triton needs {header}, which is missing; Debian has it in python3-dev"
     return None

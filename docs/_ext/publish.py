@@ -126,7 +126,8 @@ def _order(version: dict) -> tuple:
     tag = _TAG.fullmatch(version["name"])
     if not tag:
         return (1, version["name"] != "main", version["name"])
-    numbers = tuple(-int(number) for number in tag[1].split("."))
+    # The 1 at the end puts 1.0.1 before 1.0, whose numbers would otherwise be a beginning of its own.
+    numbers = (*(-int(number) for number in tag[1].split(".")), 1)
     letters, number = re.fullmatch(r"([a-z]*)\.?(\d*)", tag[2] or "").groups()
     return (0, bool(tag[2]), numbers, -ord(letters[0]) if letters else 0, -int(number or 0))
 

@@ -7,6 +7,7 @@ captions, citations and what is a link already are left alone, and so is the glo
 import re
 
 from docutils import nodes
+from findable import _parents
 from sphinx import addnodes
 
 PAGES = ("programming-guide/", "getting-started/tutorials/")
@@ -57,10 +58,7 @@ def _link(app, doctree: nodes.document, docname: str) -> None:
 
 
 def _is_prose(text: nodes.Text) -> bool:
-    parents = []
-    node = text
-    while node := node.parent:
-        parents.append(node)
+    parents = list(_parents(text))
     paragraph = next((node for node in parents if isinstance(node, nodes.paragraph)), None)
     return (
         paragraph is not None

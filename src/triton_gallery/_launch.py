@@ -247,8 +247,8 @@ def padded(x: torch.Tensor) -> torch.Tensor:
 
 # Arguments of `descriptor` without the tensor -> the attributes of a descriptor made from them.
 _descriptors: dict[tuple, dict] = {}
-# What Triton specializes on in a descriptor -> a number for it.
-_specializations: dict[tuple, int] = {}
+# What Triton specializes on in a descriptor -> an object that stands for it, and is quicker to hash.
+_specializations: dict[tuple, object] = {}
 
 
 def descriptor(
@@ -265,9 +265,7 @@ def descriptor(
         if len(_descriptors) >= 4096:
             _descriptors.clear()
         attributes = vars(kind(x, list(shape), list(strides), list(block_shape), *layout))
-        attributes["specialization"] = _specializations.setdefault(
-            (kind, x.dtype, block_shape, *layout), len(_specializations)
-        )
+        attributes["specialization"] = _specializations.setdefault((kind, x.dtype, block_shape, *layout), object())
         _descriptors[key] = {**attributes, "base": None}
     made = object.__new__(kind)
     vars(made).update(attributes, base=x)

@@ -82,7 +82,7 @@ def replayed(function: _Function, varying: int | None = None, tf32: bool = False
         try:
             replay = replays[key]
         except KeyError:
-            return _record(function, args, kwargs, replays, recent, key, generation)
+            return record(args, kwargs, key, generation)
         except TypeError:  # an argument that cannot be part of a key
             return function(*args, **kwargs)
         if replay is None or not _can_launch(replay.device):
@@ -91,6 +91,25 @@ def replayed(function: _Function, varying: int | None = None, tf32: bool = False
             replay.chances -= 1
             remember(generation, place, values, replay.run, replay.device)
         return replay.run(values, addresses)
+
+    def record(args: tuple, kwargs: dict, key: tuple, generation: int) -> object:
+        """What `function` returns, and a _Replay of it under `key`, or None where there can be none."""
+        recording.tape = tape = Tape()
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            recording.tape = None
+        if tape.keep:
+            replay = _Replay.of(tape, (*args, *kwargs.values()), result)
+            with _caches_lock:
+                if generation == _generation:
+                    if len(replays) >= _MAX_REPLAYS:
+                        replays.clear()
+                        recent.clear()
+                    # Where two threads record the same, the first one's stays: it may be the one that is remembered
+                    # already.
+                    replays.setdefault(key, replay)
+        return result
 
     def remember(generation: int, place: tuple, values: tuple, again: Callable | None, device: int | None) -> None:
         """Add a call to those that are recognized; where there are too many, the oldest goes."""
@@ -180,26 +199,6 @@ def forget_replays() -> None:
         for replays, recent in _caches:
             replays.clear()
             recent.clear()
-
-
-def _record(function: Callable, args: tuple, kwargs: dict, replays: dict, recent: dict, key: tuple, generation: int):
-    """What `function` returns, and a _Replay of it under `key`, or None where there can be none."""
-    recording.tape = tape = Tape()
-    try:
-        result = function(*args, **kwargs)
-    finally:
-        recording.tape = None
-    if tape.keep:
-        replay = _Replay.of(tape, (*args, *kwargs.values()), result)
-        with _caches_lock:
-            if generation == _generation:
-                if len(replays) >= _MAX_REPLAYS:
-                    replays.clear()
-                    recent.clear()
-                # Where two threads record the same, the first one's stays: it may be the one that is remembered
-                # already.
-                replays.setdefault(key, replay)
-    return result
 
 
 def _record_application(function: Callable, args: tuple, kwargs: dict) -> tuple[object, Callable | None, int | None]:

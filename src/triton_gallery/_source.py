@@ -12,19 +12,15 @@ import json
 from pathlib import Path
 
 
-def kernel_digests(
-    benchmark: str, package: Path = Path(__file__).parent, *, whole_operation: bool = False
-) -> dict[str, str]:
+def kernel_digests(benchmark: str, package: Path = Path(__file__).parent) -> dict[str, str]:
     """Of the operation that a benchmark measures: "kernels", with all constants, and "launch", what is around them.
 
     "layer-norm-fwd-fp16" measures ``layer_norm.py``, and what begins with ``layer_norm`` in folders like ``hopper/``.
-    Files there that are named for the backward pass count only where the benchmark's name has a "bwd", or, as in older
-    records, always: for the `whole_operation`. Where kernels use other files of the package, there is a digest
-    "imports" of what they take from those.
+    Files there that are named for the backward pass count only where the benchmark's name has a "bwd". Where kernels
+    use other files of the package, there is a digest "imports" of what they take from those.
     """
     operations = [_stem(path) for path in package.glob("*.py") if _begins(benchmark, _stem(path))]
-    has_backward = whole_operation or "bwd" in benchmark.split("-")
-    return _operation_digests(max(operations, key=len, default=None), has_backward, package)
+    return _operation_digests(max(operations, key=len, default=None), "bwd" in benchmark.split("-"), package)
 
 
 @functools.cache

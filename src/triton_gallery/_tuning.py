@@ -9,7 +9,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -149,14 +149,11 @@ def _file(folder: Path, operation: str, device: torch.device) -> Path:
 @contextmanager
 def _held(file: Path) -> Iterator[None]:
     """While no other process has it; where there can be no file, nothing."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(file.with_suffix(".lock"), "a")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:
-        yield
-        return
-    with lock:
+    with ExitStack() as stack:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(file.with_suffix(".lock"), "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -381,16 +381,13 @@ def _load(name: str, gpu: str | None, also_changed: Callable[[dict], frozenset[s
     if gpu not in (None, *gpus):
         raise FileNotFoundError(f"benchmark {name}: gpu must be one of {', '.join(gpus)}, got {gpu!r}")
     here = slug(_gpu_name()) if _device() else None
-    # Older records of a forward pass know the backward pass, too.
-    first, digests = None, [kernel_digests(name), kernel_digests(name, whole_operation=True)]
+    first, digests = None, kernel_digests(name)
     for folder in [gpu] if gpu else [gpu for gpu in dict.fromkeys([here, "nvidia-h200", *gpus]) if gpu in gpus]:
         record = _read(_records() / folder / f"{name}.json")
-        validate(record, f"{folder}/{name}.json")
         if (record["benchmark"], slug(record["gpu"])) != (name, folder):
-            got = f"{record['benchmark']} on {record['gpu']}"
-            raise ValueError(f"record {folder}/{name}.json: must be of this benchmark and GPU, got {got}")
-        changed = min((_changed(record, known) for known in digests), key=len)
-        report = Report(record, changed=changed | also_changed(record))
+            found = f"{record['benchmark']} on {record['gpu']}"
+            raise ValueError(f"record {folder}/{name}.json: must be of this benchmark and GPU, got {found}")
+        report = Report(record, changed=_changed(record, digests) | also_changed(record))
         if not report.outdated:
             return report
         first = first or report
@@ -400,8 +397,8 @@ def _load(name: str, gpu: str | None, also_changed: Callable[[dict], frozenset[s
 def _changed(record: dict, digests: dict[str, str | None]) -> frozenset[str]:
     """The parts of the text whose digest is another than when the record was made; None says that it is not known."""
     text = record["text"]
-    changed = {part for part, digest in digests.items() if digest not in (None, text.get(part, digest))}
-    # What kernels import belongs to them. Older records do not know it.
+    changed = {part for part, digest in digests.items() if digest not in (None, text.get(part))}
+    # What kernels import belongs to them.
     return frozenset("kernels" if part == "imports" else part for part in changed)
 
 
@@ -410,13 +407,13 @@ def _records():
 
 
 def _read(file) -> dict:
-    """The dict in a file of records; `validate` says whether it is one."""
+    """The record in a file, which has to be a valid one."""
+    name = f"{file.parent.name}/{file.name}"
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"record {file.parent.name}/{file.name}: not valid JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"record {file.parent.name}/{file.name}: must be a dict, got {type(record).__name__}")
+        raise ValueError(f"record {name}: not valid JSON: {error}") from None
+    validate(record, name)
     return record
 
 
@@ -540,7 +537,7 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
         if not isinstance(name, str):
             raise TypeError(f"perf_report: line_arg and what line_names holds must be str, got {name!r}")
     ours = is_study(benchmark.plot_name) or OURS in benchmark.line_names
-    n_names = len(set(map(str, benchmark.line_names)))
+    n_names = len(set(benchmark.line_names))
     if not ours or not n_names == len(benchmark.line_names) == len(benchmark.line_vals):
         names = f"must name each value, no two alike, one {OURS!r}"
         raise ValueError(f"perf_report: line_names {names}, got {benchmark.line_names}")
@@ -618,14 +615,14 @@ class PerfReport:
         name, folder = self.benchmark.plot_name, os.environ.get("TRITON_GALLERY_RECORDS")
         if _device() is None:
             if folder:
-                raise RuntimeError(f"{name}: TRITON_GALLERY_RECORDS is set, and there is no GPU to measure on")
+                raise RuntimeError(f"{name}: TRITON_GALLERY_RECORDS is set, but {_without_gpu()}")
             try:
                 digest = {"benchmark": self._digest()}
                 report = _load(name, None, lambda record: _changed(record, digest))
             except FileNotFoundError:
                 report = Report(self._header() | {"limit": None, "rows": []})
             shown = report.status()[0] if report.outdated else f"the committed record is shown, {report.provenance()}"
-            print(f"{name}: no GPU to measure on; {shown}.")
+            print(f"{name}: nothing to measure, {_without_gpu()}; {shown}.")
             return report
         record = self._header()
         if folder:
@@ -681,8 +678,8 @@ class PerfReport:
 
     def _measure(self, x, record: dict) -> None:
         """Add to the record the rows of one x, and what was left out of them."""
-        bench, is_tuple = self.benchmark, isinstance(x, (list, tuple))
-        sizes = dict(zip(bench.x_names, x if is_tuple else [x] * len(bench.x_names), strict=True))
+        bench = self.benchmark
+        sizes = dict(zip(bench.x_names, x if isinstance(x, list) else [x] * len(bench.x_names), strict=True))
         x = _recorded(x)
         torch.accelerator.empty_cache()
         if "torch._dynamo" in sys.modules:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from unittest.mock import patch
@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._arguments import FLOATS, number
 from ._launch import interpreter_lock, launch_interpreted
+from .codegen import _names
 
 _ADDRESS_BITS = 48  # what a process can address; the bits above are free
 _ADDRESS = np.uint64(2**_ADDRESS_BITS - 1)
@@ -281,7 +282,7 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         raise TypeError(f"trace: grid must hold ints, got {grid!r}") from None
     if not 1 <= len(grid) <= 3 or min(grid) < 0:
         raise ValueError(f"trace: grid must hold one to three numbers of programs, none negative, got {grid}")
-    names = tuple(watch) if isinstance(watch, Iterable) and not isinstance(watch, str) else (watch,)
+    names = _names(watch)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"trace: watch must be a name or a tuple of names, got {watch!r}")
     tensors = dict(_tensors(bound.arguments))

@@ -192,10 +192,16 @@ def test_colab_opens_the_notebooks_of_the_version(sites, tmp_path):
 
 
 def test_order_of_versions():
-    names = ["feature", "main", "0.9.0", "v0.10.0", "v1", "1.0rc2", "1.0rc10", "1.0b1", "v1.1.0-rc.1"]
+    names = ["feature", "main", "0.9.0", "v0.10.0", "v1", "1.0rc2", "v1.0.1", "1.0rc10", "1.0b1", "v1.1.0-rc.1"]
     ordered = sorted(({"name": name} for name in names), key=publish._order)
-    expected = ["v1", "v0.10.0", "0.9.0", "v1.1.0-rc.1", "1.0rc10", "1.0rc2", "1.0b1", "main", "feature"]
+    expected = ["v1.0.1", "v1", "v0.10.0", "0.9.0", "v1.1.0-rc.1", "1.0rc10", "1.0rc2", "1.0b1", "main", "feature"]
     assert [version["name"] for version in ordered] == expected
+
+
+def test_the_workflow_publishes_to_where_it_may():
+    workflow = (gallery.ROOT / ".github/workflows/gallery.yml").read_text()
+    ((site, dest),) = re.findall(r'publish\.py (\S+) (\S+) "\$GITHUB_REF_NAME"', workflow)
+    assert publish.check(gallery.ROOT / site, gallery.ROOT / dest, "main") == []
 
 
 @pytest.mark.parametrize(
