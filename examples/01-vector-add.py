@@ -292,7 +292,7 @@ assert torch.equal(x.grad, weight) and torch.equal(y.grad, weight)
 # its own time does not count. `Benchmark` declares the chart: a point for each of `x_vals`, and a curve for each
 # *provider*, that is whose addition it is. `limit="copy"` measures copies beside them: a large one, the dashed line,
 # and at each point one of just as many bytes, the dotted line. Our share of the first goes from next to nothing to a
-# little more than all of it; the section *What we saw* says why.
+# little more than all of it; the section *What we saw* tells what we know of the reasons.
 
 
 @tg.benchmark.perf_report(
@@ -525,8 +525,9 @@ print(report.summary())
 # %%
 # Small vectors are bound by neither memory nor arithmetic: a launch takes its time whatever the kernel does, so the
 # rate grows in proportion to the size. A copy of as many bytes, the dotted line, has to be launched as well, and all
-# providers follow it from end to end, within some per cent. They must: they move the same bytes. A kernel this plain
-# cannot win by computing less, and later pages win by moving less: softmax, next, keeps in registers what torch's
+# providers follow it from end to end, within some per cent. They move the same bytes; that alone would not be enough,
+# as blocks of 32 have shown, but with enough of them under way it is memory that sets the time. A kernel this plain
+# cannot win by computing less. The first gain of later pages is to move less: softmax, next, keeps in registers what
 # separate operations write to memory and read again.
 #
 # On the GPU of the record, ours runs at :measured:`vector-add-fp32: triton_gallery / limit at 268435456` of the copy's

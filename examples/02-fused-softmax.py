@@ -685,9 +685,9 @@ report_log
 # At the shortest vocabulary we run at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at 32000` the rate of
 # the faster of the two others, and at the longest at :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / peers at
 # 256000`. With the odd length each row begins somewhere else in its vectors. It is at
-# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate. The next
-# longer one, 128256, whose rows lie in parts both ways as its rows do, is at :measured:`softmax-log-fwd-bwd-bf16:
-# triton_gallery / copy of as many bytes at 128256`, and 32000, whose rows wait in registers backward, at
+# :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 50257` of a copy's rate. Its rows lie
+# in parts both ways. So do those of the next longer one, 128256, which is at :measured:`softmax-log-fwd-bwd-bf16:
+# triton_gallery / copy of as many bytes at 128256`; those of 32000 wait in registers backward, and it is at
 # :measured:`softmax-log-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32000`.
 
 # %%
@@ -890,11 +890,12 @@ report_across
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256`. Of the layouts that this page
 # measures, rows across memory is the one that we serve worst.
 #
-# `torch.compile` is the one to beat here. What decides is the shape of the tile. One of 8 rows would use 16 bytes of
-# each 32 that memory hands out, so ours has 16 at least. At 1024 columns we run at :measured:`softmax-across-fp16:
-# triton_gallery / torch.compile at 1024×16384` its rate, with 21 at :measured:`softmax-across-fp16: triton_gallery /
-# torch.compile at 21×786432`, and in parts at :measured:`softmax-across-fp16: triton_gallery / torch.compile at
-# 4096×4096` and :measured:`softmax-across-fp16: triton_gallery / torch.compile at 65536×256`.
+# `torch.compile` is the one to beat here. In float16, a tile of 8 rows would use 16 bytes of each 32 that memory hands
+# out, so ours has 16 or more where there are more than 8 rows. What else decides, we have not measured. At 1024 columns
+# we run at :measured:`softmax-across-fp16: triton_gallery / torch.compile at 1024×16384` its rate, with 21 at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 21×786432`, and in parts at
+# :measured:`softmax-across-fp16: triton_gallery / torch.compile at 4096×4096` and :measured:`softmax-across-fp16:
+# triton_gallery / torch.compile at 65536×256`.
 
 # %%
 # Many short rows, and few long ones

@@ -151,9 +151,9 @@ torch.testing.assert_close(whole_k_matmul(a, b), a @ b)
 # -------------------------
 #
 # With the loop from the Python version, the memory a program needs does not depend on :math:`K` any more. The blocks of
-# addresses move on by one step each time. The sums are float32 although the inputs are float16: a sum of thousands
-# of products needs the digits. They are rounded once, at the end; `tl.store` would do so even without `.to`, as it did
-# in the first rung.
+# addresses move on by one step each time. The sums are float32 although the inputs are float16: a sum of thousands of
+# products needs the digits. They are rounded to float16 once, at the end; `tl.store` would do so even without `.to`, as
+# it did in the first rung.
 
 
 @triton.jit
@@ -815,8 +815,8 @@ ladder
 # The walk along :math:`K` lets the ladder reach every size. Speed comes with the large tile (its rate over that of the
 # walk at 4096³: :measured:`matmul-ladder-fp16: large tiles / a walk along K at 4096`), in two ways. It needs a quarter
 # of the bytes from L2. And on Hopper it gives us another instruction: `wgmma` multiplies 64 rows at a time, so tiles of
-# 32 have to make do with the older `mma`. From here on the matrix unit sets the pace, and rungs differ in how seldom it
-# has to wait for them.
+# 32 have to make do with the older `mma`. From here on, in large products, rungs differ in how seldom the matrix unit
+# has to wait for bytes.
 #
 # For the order of tiles, we count strips for the 264 large programs that run at a time, and look at the rate in groups
 # over that row by row:
@@ -848,10 +848,10 @@ rates = report_fp16.series("triton_gallery")
 tg.benchmark.roofline(report_fp16, {f"{n}³": (n / 3, rates[n]) for n in (256, 512, 1024, 2048, 4096, 8192)})
 
 # %%
-# Follow the points from the left. The small ones lie far below the roof, held back by the launch and by too few tiles
-# to keep all multiprocessors busy; so does the first one behind the ridge. From there on the matrix unit is what limits
-# us. More intensity does not help any more: from the last point but one to the last the rate even falls, as the clock
-# does.
+# Follow the points from the left. The small ones lie far below the roof, and so does the first one behind the ridge:
+# they wait for the launch and for their first tiles. At 256³ there are too few tiles as well, and up to 1024³ they have
+# to be small. From there on the matrix unit is what limits us. More intensity does not help any more: from the last
+# point but one to the last the rate even falls. We think the clock does; no record holds it.
 
 # %%
 # Most products are no squares
@@ -903,8 +903,8 @@ report_thin.plot()
 report_thin
 
 # %%
-# The time of a thin product is that of reading its weight. On the right the curves fall, as they must: with not quite
-# 200 rows the intensity passes the ridge, and from there on it is arithmetic that takes the time.
+# Most of the time of a thin product is that of reading its weight. On the right the curves fall, as they must: with not
+# quite 200 rows the intensity passes the ridge, and from there on it is arithmetic that takes the time.
 #
 # We are ahead of torch or about even at all sizes of the sweep, at :measured:`matmul-thin-fp16: triton_gallery / torch
 # at 1` its rate for one row, :measured:`matmul-thin-fp16: triton_gallery / torch at 4` for four and
@@ -912,10 +912,11 @@ report_thin
 # :measured:`matmul-thin-fp16: triton_gallery / torch at worst`. One row reaches :measured:`matmul-thin-fp16:
 # triton_gallery / limit at 1` of the rate of a large copy. From two rows on tiles of the matrix unit take over, and it
 # is :measured:`matmul-thin-fp16: triton_gallery / limit at 2` of the same. What one row shows to be possible is missed
-# by a few percent. The rest we think is the flush before each call, which leaves the L2 cache full of numbers that
-# still have to be written to memory and take a part of the bandwidth. A copy of as many bytes suffers as well, but
-# less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many bytes at 2`. (At one row that
-# copy was a tenth slower than at two, of about the same bytes; why, we have not found out.)
+# by a few percent. A part of the rest we think is the flush before each call, which leaves the L2 cache full of numbers
+# that still have to be written to memory and take a part of the bandwidth. It cannot be all, since a copy of as many
+# bytes suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many
+# bytes at 2`. (At one row that copy was a tenth slower than at two, of about the same bytes; why, we have not found
+# out.)
 #
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
 # 128 × 128, and 116 of 132 multiprocessors would have nothing to do. So we cut :math:`K` into parts (*split K*). Every
@@ -970,8 +971,8 @@ for tile in ((128, 256), (192, 128), (64, 256), (64, 128)):
 #
 # Or each program sums over a part of :math:`K`. (Batches of products never do, nor do tiles of 160 columns, which we
 # meet below. Tiles of 64 rows are not shared at all.) All but one leave their sums in memory; the last one adds those
-# of the others to its own, always in the same order, and stores the tile. Up to four programs
-# share one tile in this way. This is how long some products take, in rounds of tiles of 128 × 256:
+# of the others to its own, always in the same order, and stores the tile. Up to four programs share one tile in this
+# way. Here are the rounds of tiles of 128 × 256 that some products take, without the price of the sums:
 
 
 def count_rounds(n, n_programs=132):
@@ -1009,8 +1010,9 @@ for n in (4352, 5120, 5632, 8192):
 # large products most tiles are 128 × 256 and read twice as much of :math:`B` as of :math:`A`, so from 1536 rows of
 # :math:`A` on the library copies :math:`B` alone.
 #
-# The last sweep is about the epilogue. It adds a bias, which torch adds within its product, too, and applies GELU, for
-# which torch needs a second kernel.
+# Of three sweeps that follow, one has a small result and a long :math:`K`, the next one odd sides. The last is about
+# the epilogue. It adds a bias, which torch adds within its product, too, and applies GELU, for which torch needs a
+# second kernel.
 
 bias = torch.randn(8192, device=DEVICE).half()
 
@@ -1098,7 +1100,8 @@ reports["matmul-long-fp16"]
 # :math:`K` is cut. The parts go to memory in float32 and come back, and up to 8192 the tiles are smaller than 128 ×
 # 128, so that fewer parts will do. We are at :measured:`matmul-long-fp16: triton_gallery / torch at 4096` where that
 # begins, at :measured:`matmul-long-fp16: triton_gallery / torch at 8192` at 8192, and at
-# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end.
+# :measured:`matmul-long-fp16: triton_gallery / torch at 65536` at the end. The lowest ratio of the sweep is
+# :measured:`matmul-long-fp16: triton_gallery / torch at worst`.
 #
 # Odd sides, which neither TMA nor wide loads can take as they are:
 
@@ -1246,14 +1249,14 @@ report_drawn
 # the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a tenth of a billion operations
 # we are ahead in nearly all; from there on torch is in most. Such a list finds what chosen sizes hide.
 #
-# Most of the lowest five have tiles for a part of the GPU and much to read, and cuBLAS has a tile that fits. A profiler
-# shows the names of its kernels, which speak of 96 × 256 in two of them and of 64 × 80, 64 × 48 and 224 × 128 in the
-# others. (They seem to count the columns of our result first.) In 4528 × 672 × 12752, the lowest, a tile of 256 rows
-# and 96 columns makes 126 tiles, which leave only 6 of 132 multiprocessors idle and almost nothing of a tile empty.
-# Ours are 108 of 128 × 256: 24 multiprocessors are idle, and three eighths of every third tile are empty. To cut its
-# :math:`K` at other places, as Stream-K does, so that all multiprocessors have the same to do, made it slower: they are
-# then at different places along :math:`K`, and no longer read what their neighbours have just brought to L2. (That is
-# what we think; no record holds it.)
+# Three of the lowest five have tiles for a part of the GPU and much to read, and cuBLAS has a tile that fits. A
+# profiler shows the names of its kernels, which speak of 96 × 256 in two of them and of 64 × 80, 64 × 48 and 224 × 128
+# in the others. (They seem to count the columns of our result first.) In 4528 × 672 × 12752, the lowest, a tile of 256
+# rows and 96 columns makes 126 tiles, which leave only 6 of 132 multiprocessors idle and almost nothing of a tile
+# empty. Ours are 108 of 128 × 256: 24 multiprocessors are idle, and three eighths of every third tile are empty. To cut
+# its :math:`K` at other places, as Stream-K does, so that all multiprocessors have the same to do, made it slower: they
+# are then at different places along :math:`K`, and no longer read what their neighbours have just brought to L2. (That
+# is what we think; no record holds it.)
 #
 # The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that are multiples of 16.
 # Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin anywhere, and which has
@@ -1404,11 +1407,12 @@ for n in (256, 512, 1024):
 # :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at :measured:`matmul-bf16: triton_gallery /
 # torch at 1024` in bfloat16.
 #
-# cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, which makes 128
-# tiles, and of *clusters* of two multiprocessors, to both of which one copy brings a tile. Triton's blocks are powers
-# of two, so that 160 columns have to be two blocks, of 128 and of 32, each with sums of its own. That was the quickest
-# of the widths that we tried here, which were 96, 160 and 192 columns. Clusters, which Gluon has since Triton 3.7, take
-# longer to start; of what we tried they helped most where few multiprocessors read much. (No record holds that.)
+# cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96 (whichever of the
+# two counts our columns), which makes 128 tiles, and of *clusters* of two multiprocessors, to both of which one copy
+# brings a tile. Triton's blocks are powers of two, so that 160 columns have to be two blocks, of 128 and of 32, each
+# with sums of its own. That was the quickest of the widths that we tried here, which were 96, 160 and 192 columns.
+# Clusters, which Gluon has since Triton 3.7, take longer to start; of what we tried they helped most where few
+# multiprocessors read much. (No record holds that.)
 #
 # Small tiles have one more trouble: shared memory. Hopper's matrix unit multiplies 64 rows at a time, and for each 64
 # rows it reads their numbers of :math:`A` and all of the tile's numbers of :math:`B` from there, where a copy has
@@ -1429,9 +1433,9 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 
 # %%
 # Our 160 columns read the numbers of :math:`A` twice, once for each block; the 96 of cuBLAS, in one block, do not.
-# Only with the largest tile does shared memory keep up, just so; to the others it would set a limit. That is a count
-# and no measurement. So a product with few tiles has to choose between idle multiprocessors and slow ones, and it is
-# the finer choice that cuBLAS has.
+# Only with the largest tile does shared memory keep up, just so; to the others it would set a limit. That is a count,
+# and the clock does not bear all of it out, as we shall see; but smaller tiles are slower. So a product with few tiles
+# has to choose between idle multiprocessors and slow ones, and it is the finer choice that cuBLAS has.
 #
 # What a step really takes, the multiprocessor's own clock can say. We once let the fifth rung's kernel read it before
 # its loop and behind it, on an H200. A step of the largest tile took the cycles that the matrix unit needs and no more.
@@ -1442,7 +1446,7 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 # three quarters of the time between a program's first instruction and its last. The rest is the way of the first tile
 # from memory, and that of the result back. (No record holds these.)
 #
-# Large products are limited by the matrix unit and by the power it may draw. Our rate over torch's is
+# Large products are limited by the matrix unit, and it seems by the power that it may draw. Our rate over torch's is
 #
 # - in float16 :measured:`matmul-fp16: triton_gallery / torch at 2048` at 2048³,
 #   :measured:`matmul-fp16: triton_gallery / torch at 3072` at 3072³,
@@ -1462,7 +1466,7 @@ for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 1
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at worst`
 #
 # The ladder's chart has the product of 8192³ in float16 once more, at :measured:`matmul-ladder-fp16: triton_gallery /
-# torch at 8192`. Such products draw all the power there is, and the clock follows.
+# torch at 8192`. Such products draw much power, and we think that the clock follows; no record holds it.
 #
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
 # median of another size may pass it, as that of 4096³ in float16 does, at :measured:`matmul-fp16: triton_gallery /

@@ -569,8 +569,8 @@ tg.benchmark.roofline(report_fp32, points, title="Dropout, forward")
 
 # %%
 # Both points are at the slope. But these are operations on 32-bit integers, which the matrix unit does not have, and
-# their own roof is far below the flat part. One call for each element, some hundred operations in the place of 16, hits
-# it: that was the version with a call for each.
+# their own roof is far below the flat part. With one call for each element, some hundred operations in the place of 16,
+# that roof is lower than the slope; the version with a call for each stays below even that, as told above.
 
 # %%
 # What the compiler made of it

@@ -477,9 +477,10 @@ ladder
 # bytes at 8192` at 8192. Each round of a loop waits for loads of its own, where a program that asks for the whole row
 # at once waits once. All the same, the loops are the faster ones at 1024 columns,
 # :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at 1024`, and by a little at 2048,
-# :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at 2048`. There it is the tile of our third kernel
-# that decides, and not the trips. At 9216 columns, which get a tile of 16384, the tile costs it more than its lead: it
-# is at :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many bytes at 9216` of a copy there.
+# :measured:`layer-norm-fwd-ladder-fp16: two loops / row in registers at 2048`. There the trips do not decide; we
+# suppose it is the tile of our third kernel, a single row for 8 warps. At 9216 columns, which get a tile of 16384, the
+# tile costs it more than its lead: it is at :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many
+# bytes at 9216` of a copy there.
 #
 # From the row in registers to the library no trip is saved. What changes are the tile and its warps. A row of 1024
 # columns is little work for a program of 8 warps, so the library takes four warps and gives them four rows. A row of
@@ -758,9 +759,10 @@ few_report
 
 # %%
 # One row takes us :measured:`layer-norm-few-bf16: copy of as many bytes / triton_gallery at 1` the time of a copy of as
-# many bytes: a copy waits for memory once, a layer norm for two sums as well, in which all threads of a program take
-# part. Against the best other provider we are at :measured:`layer-norm-few-bf16: triton_gallery / peers at worst` at
-# worst and at :measured:`layer-norm-few-bf16: triton_gallery / peers at best` at best.
+# many bytes. A copy waits for memory once, a layer norm for two sums as well, in which all threads of a program take
+# part; that may be the difference. Against the best other provider we are at :measured:`layer-norm-few-bf16:
+# triton_gallery / peers at worst` at worst and at :measured:`layer-norm-few-bf16: triton_gallery / peers at best` at
+# best.
 #
 # Rows that outgrow a multiprocessor
 # ----------------------------------
@@ -1196,7 +1198,8 @@ torch.testing.assert_close(layer_norm_forward(shifted, w, b)[0], exact, rtol=0, 
 #    Which of the two directions is no longer taken out of the gradient, and why? *Hint: does adding a constant to a row
 #    still leave the result unchanged?*
 # 3. On a GPU, measure `layer_norm_backward` for 4096 rows of 4096 elements with 33, 132, 264 and 1024 programs.
-#    Explain both ends of the curve with the bytes of the partial rows and the number of multiprocessors.
+#    Explain both ends of the curve with the bytes of the partial rows and the number of multiprocessors. Without a GPU,
+#    count both, and say which end should be slow, and why.
 
 # %%
 # Solutions

@@ -907,8 +907,8 @@ ladder
 # tile of keys, and there is less other work to turn to.
 #
 # What remains is waiting: products and exponentials take turns. On Hopper the last step of the library is the division
-# of labour that the section above describes. It saves few operations (Hopper's forward kernel leaves out a quarter of
-# each tile on the diagonal of a causal mask), and lets both units work at the same time.
+# of labour that the section above describes, which lets both units work at the same time. It also has tiles of 128
+# keys, copies by TMA, and an instruction less for each score. What each of these gains we have not measured.
 
 # %%
 # At the rate of a matrix product?
@@ -1378,9 +1378,9 @@ report_window_bwd.plot()
 report_window_bwd
 
 # %%
-# The narrower the window, the more of the work lies in tiles that are partly masked: with 128 keys we are at
-# :measured:`attention-bwd-window-fp16: triton_gallery / FlexAttention at 128` FlexAttention's rate, with 8192 at
-# :measured:`attention-bwd-window-fp16: triton_gallery / FlexAttention at 8192`.
+# The narrower the window, the more of the work lies in tiles that are partly masked, and the lower both rates are. With
+# 128 keys we are at :measured:`attention-bwd-window-fp16: triton_gallery / FlexAttention at 128` FlexAttention's rate,
+# with 8192 at :measured:`attention-bwd-window-fp16: triton_gallery / FlexAttention at 8192`.
 
 # %%
 # And float32, in the setting that torch begins with, without TensorFloat-32. cuDNN and FlashAttention-2 do not take it,
@@ -1506,7 +1506,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # keys or more. How many splits are best depends on how full the last round of programs is, which `_num_splits`
 # estimates. Where heads share nothing and are many, more than 66 on an H200, there are no splits: the kernel for many
 # queries has programs for half of the GPU or more then, and that most of its tile is empty costs nothing beside reading
-# the keys.
+# the keys. (A few more than 66 may be too few to keep the memory busy; we have not measured that.)
 #
 # On Hopper heads that do share keys get there, too, when many sequences are served at once. To the kernel for many
 # queries, one query of each head of a group looks like a few queries of one head: the same memory, with another shape.
@@ -1516,7 +1516,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # there are, say, 160 heads of keys. With room for 132 programs, 28 would have to wait, and would then read alone, too
 # few to keep the memory busy. Now all of them read from the start, and finish at about the same time, because what each
 # waits for is the memory that all share. `keeps_memory_busy` says whether the last round has programs enough, or so
-# many came before it that it counts little; where neither is so, the keys are split as above.
+# many came before it that it counts little; where neither is so, keys that heads share are split as above.
 #
 # In the sweep, 32 heads of queries share 8 or 32 heads of keys, with head dimension 128. What counts is the bytes of
 # :math:`K` and :math:`V`, each once.
@@ -1578,7 +1578,9 @@ decode_report
 # :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`, or
 # :measured:`attention-decode-fp16: triton_gallery / copy of as many bytes at 1×8×4096` of a copy of as many bytes. The
 # last shape has 512 heads that share nothing, and with
-# :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` of the limit it is as fast as a copy.
+# :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` of the limit it is as fast as a copy. One
+# sequence of 32768 with shared heads reaches :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×32768`;
+# why no more, we have not looked into.
 #
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096`
 # cuDNN's rate. Everywhere else the two are about even, at worst at :measured:`attention-decode-fp16: triton_gallery /
@@ -1669,7 +1671,8 @@ prompt_report
 # 32 where there are no more or where rows have more than 128 numbers. With head dimension 64 it has all sequences that
 # are shorter than 128 without a mask, and with a causal one those of up to 448 (but not from 97 to 128, where one tile
 # of 128 is quicker). It also has sequences whose last tile of 128 rows would be empty by half or more, up to 704
-# positions with head dimension 64 and 320 with others. `_suits_one_consumer` has the rule, from measurements.
+# positions with head dimensions up to 64, and 320 with those up to 192 (up to 128 with a causal mask). Where there is a
+# window there are two consumers. `_suits_one_consumer` has the rule, from measurements.
 #
 # A short head is soon done, and what comes next should be there by then. Keys and values of the next head come early
 # anyway, since their tiles have two places in shared memory each. With one place for queries, the copy of the next ones
@@ -1776,7 +1779,9 @@ report_short_bwd
 # triton_gallery / limit at 16` of the limit; with 64 at :measured:`attention-fwd-short-fp16: triton_gallery / limit at
 # 64`. With 128 a head is a single full tile of queries and one of keys, so that a consumer has nothing to do under its
 # products. There we are at :measured:`attention-fwd-short-fp16: triton_gallery / cuDNN at 128` of cuDNN and
-# :measured:`attention-fwd-short-fp16: triton_gallery / limit at 128` of the limit.
+# :measured:`attention-fwd-short-fp16: triton_gallery / limit at 128` of the limit. We are furthest from it with 197, at
+# :measured:`attention-fwd-short-fp16: triton_gallery / limit at 197`; and with 256, where no row is empty, we are at
+# :measured:`attention-fwd-short-fp16: triton_gallery / limit at 256`. Why, we have not measured.
 #
 # Backward, the kernel that walks nowhere runs at :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 16` and
 # :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 32` cuDNN's rate with 16 and 32 positions, and at
@@ -1786,7 +1791,8 @@ report_short_bwd
 # :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 128` with 128, :measured:`attention-bwd-short-fp16:
 # triton_gallery / cuDNN at 197` with 197 and :measured:`attention-bwd-short-fp16: triton_gallery / cuDNN at 256` with
 # 256. It is nearest to the limit where both consumers have 64 keys and one round suffices, with 128 positions:
-# :measured:`attention-bwd-short-fp16: triton_gallery / limit at 128`.
+# :measured:`attention-bwd-short-fp16: triton_gallery / limit at 128`. Furthest from it are 197, as in the forward pass:
+# :measured:`attention-bwd-short-fp16: triton_gallery / limit at 197`.
 
 # %%
 # Right of the ridge, thanks to what is not written
@@ -1845,13 +1851,13 @@ print(report_short_bwd.summary())
 
 # %%
 # The sentences below are about an H200. Some of it can be said beforehand. Without a mask, the arithmetic is the same
-# for each pair of query and key, so the curve should be nearly flat. What bends it at the left is the fixed cost of a
-# tile of queries, its loads at the start and its division and store at the end, which a short walk along the keys pays
-# for more often. At 16384 positions all curves of these sweeps without a mask are below their best, ours and cuDNN's.
-# Of ours that of the forward pass with head dimension 64 is the furthest: :measured:`attention-fwd-d64-fp16:
-# triton_gallery at 16384` after :measured:`attention-fwd-d64-fp16: triton_gallery at 4096`. With 128 it has
-# :measured:`attention-fwd-d128-fp16: triton_gallery at 16384`, and in the sweep of the versions, by the same call,
-# :measured:`attention-ladder-fp16: triton_gallery at 16384`; why, we have not measured.
+# for each pair of query and key, so the curve should be nearly flat. What bends it at the left, we think, is the fixed
+# cost of a tile, its loads at the start and its stores at the end, which a short walk pays for more often. At 16384
+# positions all curves of these sweeps without a mask are below their best, ours and cuDNN's. Of ours that of the
+# forward pass with head dimension 64 is the furthest: :measured:`attention-fwd-d64-fp16: triton_gallery at 16384` after
+# :measured:`attention-fwd-d64-fp16: triton_gallery at 4096`. With 128 it has :measured:`attention-fwd-d128-fp16:
+# triton_gallery at 16384`, and in the sweep of the versions, by the same call, :measured:`attention-ladder-fp16:
+# triton_gallery at 16384`; why, we have not measured.
 #
 # Under a causal mask half of each tile on the diagonal counts in our figures. The backward pass computes these tiles in
 # full. With :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count, a
@@ -1863,14 +1869,16 @@ for seq_len in (512, 1024, 4096, 16384):
     print(f"{seq_len:5} positions: {surplus:5.1%} more than is credited, forward {surplus / 2:5.1%}")
 
 # %%
-# So every causal curve begins low. At 16384 positions nothing of the difference is left. It has even turned, in all
-# four pairs of curves: with head dimension 128 the backward pass reaches :measured:`attention-bwd-d128-causal-fp16:
-# triton_gallery at 16384` with a mask and :measured:`attention-bwd-d128-fp16: triton_gallery at 16384` without, the
-# forward pass :measured:`attention-fwd-d128-causal-fp16: triton_gallery at 16384` and
-# :measured:`attention-fwd-d128-fp16: triton_gallery at 16384`, and with 64 the backward pass
-# :measured:`attention-bwd-d64-causal-fp16: triton_gallery at 16384` and :measured:`attention-bwd-d64-fp16:
-# triton_gallery at 16384`, the forward pass :measured:`attention-fwd-d64-causal-fp16: triton_gallery at 16384` and
-# :measured:`attention-fwd-d64-fp16: triton_gallery at 16384`; why, we have not measured. Our rate over cuDNN's is
+# So every causal curve begins low, and lower than that: walks are half as long, too, and we think that what a tile
+# costs at its start and its end weighs more. At 16384 positions nothing of the difference is left. It has even turned,
+# in all four pairs of curves: with head dimension 128 the backward pass reaches
+# :measured:`attention-bwd-d128-causal-fp16: triton_gallery at 16384` with a mask and
+# :measured:`attention-bwd-d128-fp16: triton_gallery at 16384` without, the forward pass
+# :measured:`attention-fwd-d128-causal-fp16: triton_gallery at 16384` and :measured:`attention-fwd-d128-fp16:
+# triton_gallery at 16384`, and with 64 the backward pass :measured:`attention-bwd-d64-causal-fp16: triton_gallery at
+# 16384` and :measured:`attention-bwd-d64-fp16: triton_gallery at 16384`, the forward pass
+# :measured:`attention-fwd-d64-causal-fp16: triton_gallery at 16384` and :measured:`attention-fwd-d64-fp16:
+# triton_gallery at 16384`; why, we have not measured. Our rate over cuDNN's is
 #
 # - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
 #   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one (the
