@@ -887,8 +887,8 @@ report_across
 # narrow, and we fall behind: :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 1024×16384` at
 # 1024 columns. The last two shapes have rows in parts. They are read twice, take two launches, and reach
 # :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 4096×4096` and
-# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256`. Of the layouts that this page
-# measures, rows across memory is the one that we serve worst.
+# :measured:`softmax-across-fp16: triton_gallery / copy of as many bytes at 65536×256`. Of the ways for rows to lie in
+# memory that this page measures, across it is the one that we serve worst.
 #
 # `torch.compile` is the one to beat here. In float16, a tile of 8 rows would use 16 bytes of each 32 that memory hands
 # out, so ours has 16 or more where there are more than 8 rows. What else decides, we have not measured. At 1024 columns

@@ -22,7 +22,7 @@ You will learn:
 #
 # where :math:`\mu` and :math:`\sigma^2` are the mean and the variance of the row, :math:`w` and :math:`b` hold one
 # weight and one bias for each of the :math:`N` columns, and :math:`\epsilon` keeps the root away from zero. So the
-# numbers of a deep network keep one size, whatever the batch, as each row looks at itself alone. Every block of a
+# numbers of a deep network keep one size, whatever the batch, as each row looks at itself alone. Every layer of a
 # transformer does it twice.
 #
 # An element costs about eight arithmetic operations. In float16 it also costs two bytes to read and two to write, and
