@@ -386,6 +386,8 @@ def test_one_target_needs_no_list():
     assert codegen.inspect(copy, empty(2048), targets="sm_90").kernels == tuple(codegen._compile(request)[0][0])
     with pytest.raises(ValueError, match='inspect: targets must be names such as "sm_90" or "gfx942", got \'cuda\''):
         codegen.inspect(copy, empty(2048), targets="cuda")
+    with pytest.raises(ValueError, match='inspect: targets must be names such as "sm_90" or "gfx942", got b\'sm_90\''):
+        codegen.inspect(copy, empty(2048), targets=b"sm_90")
     with pytest.raises(ValueError, match='inspect: targets must be names such as "sm_90" or "gfx942", got 90'):
         codegen.inspect(copy, empty(2048), targets=90)
     with pytest.raises(ValueError, match="inspect: targets must name one target or more, got none"):

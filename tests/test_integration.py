@@ -301,6 +301,33 @@ def test_export_takes_no_size_for_a_constant(device):
     torch.testing.assert_close(program.module()(x, args[1]), x + args[1])
 
 
+OF_ANY_SIZE = {
+    "add": (lambda x: tg.add(x, x), lambda x: x + x, (3, 8), 0),
+    "softmax": (lambda x: tg.softmax(x, -1), lambda x: x.softmax(-1), (3, 8), 1),
+    "layer_norm": (lambda x: tg.layer_norm(x, 8), lambda x: F.layer_norm(x, (8,)), (3, 8), 0),
+    "matmul, batch": (lambda x: tg.matmul(x, x.new_ones(8, 6)), lambda x: x @ x.new_ones(8, 6), (3, 5, 8), 0),
+    "matmul, rows": (lambda x: tg.matmul(x, x.new_ones(8, 6)), lambda x: x @ x.new_ones(8, 6), (3, 5, 8), 1),
+    **{
+        f"attention, {what}": (
+            lambda x: tg.attention(x, x, x), lambda x: F.scaled_dot_product_attention(x, x, x), (2, 4, 10, 16), dim,
+        )
+        for what, dim in (("heads", 1), ("positions", 2))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "expected", "shape", "dim"), OF_ANY_SIZE.values(), ids=OF_ANY_SIZE)
+def test_export_sets_no_bound_to_a_size(function, expected, shape, dim, device):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    sizes = ({dim: torch.export.Dim("n", min=2)},)
+    program = torch.export.export(Module(), (torch.randn(shape, device=device),), dynamic_shapes=sizes)
+    x = torch.randn(*shape[:dim], 7, *shape[dim + 1 :], device=device)
+    torch.testing.assert_close(program.module()(x), expected(x), **TOLERANCE)
+
+
 SIZES_AS_NUMBERS = {
     "layer_norm": (lambda x: tg.layer_norm(x, x.shape[-1]), lambda x: F.layer_norm(x, x.shape[-1:])),
     "rms_norm": (lambda x: tg.rms_norm(x, x.shape[-1], eps=1e-5), lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-5)),
@@ -338,6 +365,10 @@ SELECTED = {
     "attention, n batches between": (
         lambda x: tg.attention(*[x.view(2, -1, 2, 4).transpose(0, 1)] * 3),
         lambda x: F.scaled_dot_product_attention(*[x.view(2, -1, 2, 4).transpose(0, 1)] * 3),
+    ),
+    "attention, n heads": (
+        lambda x: tg.attention(*[x.view(-1, 2, 8)] * 3),
+        lambda x: F.scaled_dot_product_attention(*[x.view(-1, 2, 8)] * 3),
     ),
     "attention, n keys": (
         lambda x: tg.attention(x.new_ones(1, 3, 16), x[None], x[None]),

@@ -257,6 +257,13 @@ def test_grids_that_are_none_are_refused(grid, error, message, device):
         tg.trace(_grid_kernel, grid, out)
 
 
+@pytest.mark.timeout(20)
+def test_a_grid_without_programs_takes_no_time(device):
+    out = torch.zeros(2, 3, 4, dtype=torch.int32, device=device)
+    trace = tg.trace(_grid_kernel, (2**40, 0), out)
+    assert trace.n_programs == 0 and trace.grid == (2**40, 0, 1) and (trace.store_counts("out_ptr") == 0).all()
+
+
 def test_a_grid_of_numpys_numbers(device):
     x, out = torch.arange(8.0, device=device), torch.empty(8, device=device)
     trace = tg.trace(_copy_kernel, (np.int64(2),), x, out, 8, BLOCK=np.int64(4))

@@ -243,7 +243,7 @@ def test_refusals():
         set_tuning(1)
     with pytest.raises(TypeError, match="set_tuning: folder must be a path, got int"):
         set_tuning(True, folder=3)
-    for folder in ("~nobody-has-this-name/choices", "a\0b", "a\ud800b"):
+    for folder in ("~nobody-has-this-name/choices", "a\0b", "a\ud800b", ""):
         with pytest.raises(ValueError, match="set_tuning: folder must be a path that there can be, got"):
             set_tuning(True, folder=folder)
     assert not is_tuning()

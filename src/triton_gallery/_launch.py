@@ -58,6 +58,15 @@ def known(condition: bool | torch.SymBool) -> bool:
     return guard_or_false(condition)
 
 
+def exceeds(size: int | torch.SymInt, limit: int) -> bool:
+    """Whether a size is beyond a limit; False where a tracer would have to make it a condition on what it compiles."""
+    if not (isinstance(size, torch.SymInt) or torch.compiler.is_compiling()):
+        return size > limit
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(size > limit)
+
+
 def broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that two shapes broadcast to, or None where they do not.
 

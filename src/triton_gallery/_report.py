@@ -22,6 +22,8 @@ COPY = "copy of as many bytes"
 # What a series may be named beside the providers, whose names these cannot be.
 RESERVED = ("peers", "limit", COPY)
 FIGURES = ("median", "p20", "p80")
+# What `quote` takes in the place of one of the sweep's values.
+OVER = {"worst": min, "best": max, "median": statistics.median}
 PROVENANCE = ("gpu", "driver", "cuda", "torch", "triton", "package", "commit", "date", "command", "inputs", "text")
 TEXT = ("kernels", "launch", "benchmark")
 NOT_YET = "not yet measured"
@@ -208,13 +210,12 @@ class Report:
         if base is not None:
             below = {str(x): value for x, value in self.series(base).items()}
             values = {x: value / below[x] for x, value in values.items() if x in below}
-        over = {"worst": min, "best": max, "median": statistics.median}
-        if not values or at not in over | values:
-            known = ", ".join([*over, *values]) if values else "none"
+        if not values or at not in OVER | values:
+            known = ", ".join([*OVER, *values]) if values else "none"
             raise ValueError(f"{self.record['benchmark']}: {series} must be quoted at one of {known}, got {at!r}")
         if self.outdated:
             return NOT_YET
-        value = over[at](values.values()) if at in over else values[at]
+        value = OVER[at](values.values()) if at in OVER else values[at]
         if base is None:
             return f"{_number(value)} {self.record['unit']}"
         return _percent(value) if base in ("limit", COPY) else _times(value)

@@ -75,6 +75,8 @@ def set_tuning(enabled: bool, *, folder: str | os.PathLike | None = None) -> Non
     if enabled and folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "triton_gallery")
     try:
+        if enabled and not os.fspath(folder):
+            raise RuntimeError("it is empty")
         place = Path(os.fsdecode(folder)).expanduser().absolute() if enabled else None
         if place and b"\0" in os.fsencode(place):
             raise RuntimeError("a null character")

@@ -32,6 +32,7 @@ from ._launch import (
     cdiv,
     cuda_arch,
     descriptor,
+    exceeds,
     is_amd,
     is_hopper,
     known,
@@ -1413,10 +1414,11 @@ def attention(
         multiprocessors, and lse has no gradient; and so have more queries of up to 128 keys, if besides the heads fill
         the multiprocessors about evenly.
 
-        A query whose scores are all -inf gets 0, like one that may see no key. Two defects are known, both of extreme
-        numbers: on Hopper, a query whose scores exceed 3e8 in magnitude in float16, or 3e9 in bfloat16, may get
-        infinity, NaN or 0; and scores from 1e6 on leave the gradients no digit: from 1.2e7 on they are mostly too
-        small, and from 1e9 on they may be infinite.
+        A query whose scores are all -inf gets 0, like one that may see no key. Infinity or NaN in a value that a query
+        may not see can reach it all the same, and not always where it does in torch: tiles are multiplied whole, and 0
+        times infinity is NaN. Two defects are known, both of extreme numbers: on Hopper, a query whose scores exceed
+        3e8 in magnitude in float16, or 3e9 in bfloat16, may get infinity, NaN or 0; and scores from 1e6 on leave the
+        gradients no digit: from 1.2e7 on they are mostly too small, and from 1e9 on they may be infinite.
 
         Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
 
@@ -1485,7 +1487,7 @@ def _as_4d(
     if v.shape[-2] != k.shape[-2]:
         raise ValueError(f"attention: v must have k's length {k.shape[-2]}, got {v.shape[-2]}")
     # The kernels count positions, and distances between them, in 32 bits; blocks reach beyond the last one.
-    if known(q.shape[-2] + k.shape[-2] > LONGEST):
+    if exceeds(q.shape[-2] + k.shape[-2], LONGEST):
         raise ValueError(
             "attention: q and k must not be longer together than 2**31 - 2**14, beyond which positions are miscounted, "
             f"got {q.shape[-2]} and {k.shape[-2]}"
@@ -1502,7 +1504,7 @@ def _as_4d(
     else:
         n_heads = _broadcast(named, -3)
         # One head of keys and values for all queries is the smallest group there is; no need to repeat it.
-        n_kv_heads = 1 if heads["k"] == heads["v"] == 1 else n_heads
+        n_kv_heads = 1 if known(heads["k"] == 1) and known(heads["v"] == 1) else n_heads
     batch_shape = tuple(_broadcast(named, d) for d in range(-max(x.dim() for x in named.values()), -3))
     batch = math.prod(batch_shape)
 

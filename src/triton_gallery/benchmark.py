@@ -40,6 +40,7 @@ from ._report import (
     FIGURES,
     LARGEST,
     OURS,
+    OVER,
     PROVENANCE,
     RESERVED,
     Report,
@@ -556,6 +557,9 @@ def perf_report(benchmark: triton.testing.Benchmark, *, title: str, limit: str |
         rule = "must hold numbers that float64 can hold, names, or tuples of these"
         raise TypeError(f"perf_report: x_vals {rule}, got {got(xs)}")
     places = [_recorded(x) for x in xs]
+    if unnamed := [x for x in places if isinstance(x, str) and (x in OVER or not re.fullmatch(r"\S+", x))]:
+        rule = f"that are names must have no blanks, and must not be {', '.join(OVER)}"
+        raise ValueError(f"perf_report: x_vals {rule}, got {unnamed[0]!r}")
     n_values = min(len(set(map(str, places))), len(set(places)))
     if not xs or n_values < len(xs):
         raise ValueError(f"perf_report: x_vals must hold one value or more, no two alike, got {xs}")

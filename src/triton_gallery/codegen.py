@@ -393,7 +393,7 @@ def _name(function: Callable) -> str:
 
 def _names(names: str | Iterable[str]) -> tuple:
     """The names as a tuple; a single one needs none of its own."""
-    return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
+    return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else (names,)
 
 
 def _pack(

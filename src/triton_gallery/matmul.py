@@ -29,6 +29,7 @@ from ._launch import (
     cdiv,
     collapse,
     cuda_arch,
+    exceeds,
     is_hopper,
     known,
     launch,
@@ -604,7 +605,7 @@ def _product_of_shape(a, b, shape, precision):
     if len(shape) == 2 and max(a.dim(), b.dim()) > 2:
         batch = broadcast(a.shape[:-2], b.shape[:-2])
         length = math.prod(batch) * a.shape[-1]
-        if not known(length > LONGEST):
+        if not exceeds(length, LONGEST):
             # The batch becomes part of the dimension that the product sums over: its sums are rounded once. (torch has
             # no `flatten` for a batch of incoming gradients.)
             a = a.expand(*batch, *a.shape[-2:]).movedim(-2, 0).reshape(a.shape[-2], length)
@@ -695,7 +696,7 @@ def matmul(
         rows.dim() > 2
         and known(math.prod(columns.shape[:-2]) == 1)
         and columns.dim() <= rows.dim()
-        and not known(math.prod(rows.shape[:-1]) > LONGEST)
+        and not exceeds(math.prod(rows.shape[:-1]), LONGEST)
         and _is_one_matrix(rows)
     ):
         # The same b for the whole batch: the batch is more rows of one matrix.

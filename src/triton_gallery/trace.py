@@ -302,7 +302,8 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         stack.enter_context(recorder.attached())
         if names:
             stack.enter_context(watcher.attached())
-        launch_interpreted(function, grid, tuple(bound.arguments.values()), {})
+        # The interpreter counts along all axes, also where one of them is 0.
+        launch_interpreted(function, (0,) if 0 in grid else grid, tuple(bound.arguments.values()), {})
     unknown = [name for name in names if not watcher.changes[name]]
     # Where no program runs, no variable is set.
     if unknown and 0 not in grid:
