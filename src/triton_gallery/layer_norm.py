@@ -751,8 +751,8 @@ def _in_blocks(n_cols: int, forward: bool, *tensors: torch.Tensor) -> _InBlocks 
         pays = vector == 8 and n_cols % (4 if n_cols <= 1024 else 2) != 0 and tensors[0].numel() >= _MIN_UNALIGNED
         shortest, longest = 257, 8192 - vector if pays else 0
     else:
-        # One block holds aligned rows, too, if they are short. It is faster up to 512 columns of 32 bits, and of 16
-        # bits up to 72, or to 512 where there are few rows of more than 256.
+        # Aligned rows that are short also fit into one block. That is faster up to 512 columns of 32 bits; of 16 bits
+        # up to 72, and from 257 to 512 where rows are few.
         few = n_cols > 256 and tensors[0].numel() < 2**22
         shortest, longest = 32 if not aligned else 513 if vector == 4 or few else 80, 10240
         if vector == 8 and not aligned and n_cols % 4 == 0 and 1024 < n_cols <= _BWD_TILE:
