@@ -148,6 +148,15 @@ def test_what_a_benchmark_has_not_measured_yet_is_no_mistake(folder, monkeypatch
         gallery.measured("softmax-fp4: torch at 1")
 
 
+def test_a_record_that_cannot_be_read_says_why(monkeypatch):
+    def unreadable(name):
+        raise PermissionError(13, "Permission denied", f"{name}.json")
+
+    monkeypatch.setattr(gallery, "report", unreadable)
+    with pytest.raises(LookupError, match=r"'softmax-fp8: torch at 1': .*Permission denied: 'softmax-fp8.json'"):
+        gallery.measured("softmax-fp8: torch at 1")
+
+
 def test_a_page_of_the_gallery_may_refer_to_what_nobody_has_run(folder, build, tmp_path, monkeypatch):
     monkeypatch.setattr(measured, "EXAMPLES", tmp_path)
     page = f"# It is :measured:`softmax-fp8: torch at 1`, or :measured:`{NAME}: torch at {X}`.\n"
