@@ -134,6 +134,25 @@ def test_matmul_takes_any_strides(a_layout, b_layout):
     assert_matches_torch(LAYOUTS[a_layout](33, 20), LAYOUTS[b_layout](20, 18))
 
 
+@pytest.mark.parametrize("sizes", [(34, 38, 66), (36, 44, 68), (40, 24, 72)], ids=str)
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+def test_matmul_reads_in_twos_fours_and_eights(sizes, layout):
+    M, N, K = sizes
+    for batch in ((), (3,)):
+        a = (
+            random(*batch, M, K, dtype=torch.float16)
+            if layout[0] == "n"
+            else random(*batch, K, M, dtype=torch.float16).mT
+        )
+        b = (
+            random(*batch, K, N, dtype=torch.float16)
+            if layout[1] == "n"
+            else random(*batch, N, K, dtype=torch.float16).mT
+        )
+        assert_matches_torch(a, b)
+        assert_matches_torch(a, b, random(N, dtype=torch.float16), "relu")
+
+
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_matmul_takes_transposed_matrices_with_wide_loads(transpose_a, transpose_b):
@@ -272,7 +291,7 @@ def test_plans_on_hopper_are_few(along_k, N, K):
             *tile, n_parts, _, _ = specialized._plan(M, N, K, 1, 2, False, True, meta)
             compiled["specialized" if n_parts == 1 else "parts"].add(tuple(tile))
         else:
-            n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, 1, 2, meta)
+            n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, True, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
     assert len(compiled["pointer"]) <= 4 and len(compiled["specialized"]) <= 6 and len(compiled["parts"]) <= 4
     assert sum(map(len, compiled.values())) <= 10
@@ -284,7 +303,7 @@ def test_there_is_a_plan_on_hopper_for_every_shape(K):
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     for M, N in itertools.product((1, 16, 17, 64, 130, 700, 3001), repeat=2):
         for along_k in (False, True):
-            n_parts, _ = matmul_plan._pointer_config(M, N, K, along_k, 1, 2, meta)
+            n_parts, _ = matmul_plan._pointer_config(M, N, K, along_k, True, 1, 2, meta)
             assert n_parts == 1 or K % (16 * n_parts) == 0
         for itemsize, partial_sums, whole_sectors in ((2, False, False), (2, False, True), (1, True, False)):
             assert specialized._plan(M, N, K, 1, itemsize, partial_sums, whole_sectors, meta).n_parts >= 1
@@ -346,8 +365,29 @@ def test_possible_parts_fill_the_gpu_once():
 def test_copies_for_tma_hold_the_same_numbers(sizes, transposed):
     x = random(sizes[0], sizes[1] + 1, dtype=torch.float16)[:, 1:]
     x = x.t() if transposed else x
-    copy = matmul_plan._aligned(x, 16)
-    assert torch.equal(copy, x) and can_address(copy, 0) and not can_address(x, 0)
+    copy, _ = matmul_plan._aligned(x, 16)
+    assert torch.equal(copy[0], x) and can_address(copy, 0) and not can_address(x, 0)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_copies_for_tma_of_a_batch(transposed):
+    batches = {
+        "odd": random(6, 5, 33, dtype=torch.float16),
+        "heads": random(2, 5, 3, 40, dtype=torch.float16).transpose(1, 2),
+        "shared": random(5, 33, dtype=torch.float16).expand(4, 5, 33),
+        "shared by some": random(3, 1, 5, 33, dtype=torch.float16).expand(3, 2, 5, 33),
+    }
+    for name, x in batches.items():
+        sizes, (strides,) = collapse(x.shape[:-2], x.stride()[:-2])
+        own = matmul_plan._own_batch(sizes, strides)
+        first = x[(0,) * (x.dim() - 2)]
+        copies, stride = matmul_plan._aligned(first.mT if transposed else first, 16, *own)
+        copies = copies.mT if transposed else copies
+        if name == "shared":
+            assert stride == 0 and torch.equal(copies[0], first)
+        else:
+            assert stride == copies.stride(0) and can_address(copies, stride)
+            assert torch.equal(copies, x.flatten(0, -3))
 
 
 @pytest.mark.parametrize("n_cols", [1, 8, 264, 1000])
@@ -355,10 +395,10 @@ def test_copies_for_tma_hold_the_same_numbers(sizes, transposed):
 def test_copies_for_tma_begin_with_a_sector(n_cols, transposed):
     x = random(70, 1000, dtype=torch.float16)[:, :n_cols]
     x = x.t() if transposed else x
-    assert matmul_plan._aligned(x, 16) is x
-    copy = matmul_plan._aligned(x, matmul_plan.SECTOR)
-    assert torch.equal(copy, x) and can_address(copy, 0) and matmul_plan.row_bytes(copy) % 32 == 0
-    assert matmul_plan._aligned(copy, matmul_plan.SECTOR) is copy
+    assert matmul_plan._aligned(x, 16)[0] is x
+    copy, _ = matmul_plan._aligned(x, matmul_plan.SECTOR)
+    assert torch.equal(copy[0], x) and can_address(copy, 0) and matmul_plan.row_bytes(copy) % 32 == 0
+    assert matmul_plan._aligned(copy, matmul_plan.SECTOR)[0] is copy
 
 
 def test_a_large_product_copies_b_for_its_sectors(monkeypatch):
@@ -374,7 +414,7 @@ def test_a_large_product_copies_b_for_its_sectors(monkeypatch):
     a, b = random(1536, 264, dtype=torch.float16), random(264, 1032, dtype=torch.float16)
     for x in (b, b.t().contiguous().t()):
         copy = b_of(a, x)
-        assert torch.equal(copy, x) and matmul_plan.row_bytes(copy) % 32 == 0 and copy is not x
+        assert torch.equal(copy[0], x) and matmul_plan.row_bytes(copy) % 32 == 0 and copy is not x
         assert b_of(a[:-1], x) is x  # too few rows to make up for it
     even = random(264, 1040, dtype=torch.float16)
     assert b_of(a, even) is even
@@ -420,6 +460,54 @@ def test_matmul_matches_torch_whatever_the_plan(sizes, layout):
         assert_matches_torch(a.clone(), b.clone(), random(N, dtype=torch.float16) * K**0.5, "gelu")
     first = tg.matmul(a, b)
     assert all(torch.equal(first, tg.matmul(a, b)) for _ in range(20))
+
+
+# Batches of one stride and of two, with rows that are read 16 bytes at a time, 8, 4 and 2.
+BATCHES_ON_HOPPER = {
+    "aligned": lambda r: (r(6, 512, 256), r(6, 256, 384)),
+    "short K": lambda r: (r(700, 128, 128), r(700, 128, 96)),
+    "heads": lambda r: (r(2, 512, 6, 64).transpose(1, 2), r(2, 512, 6, 64).permute(0, 2, 3, 1)),
+    "large heads": lambda r: (r(2, 1024, 16, 128).transpose(1, 2), r(2, 1024, 16, 128).permute(0, 2, 3, 1)),
+    "one matrix for some": lambda r: (r(4, 3, 512, 515), r(4, 1, 515, 512)),
+    "one matrix for all": lambda r: (r(3, 515, 512).mT, r(515, 500)),
+    "in fours": lambda r: (r(12, 500, 500), r(12, 500, 500)),
+    "few in fours": lambda r: (r(3, 100, 196), r(3, 196, 100)),
+    "in twos": lambda r: (r(12, 514, 258), r(12, 258, 514)),
+    "few in twos": lambda r: (r(5, 50, 66), r(5, 66, 98)),
+    "odd": lambda r: (r(9, 513, 515), r(9, 515, 517)),
+    "a odd, b not": lambda r: (r(90, 197, 197), r(90, 197, 64)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("name", BATCHES_ON_HOPPER)
+def test_batches_match_torch_whatever_the_plan(name, layout):
+    a, b = BATCHES_ON_HOPPER[name](lambda *shape: random(*shape, dtype=torch.float16))
+    a = a if layout[0] == "n" else a.mT.contiguous().mT
+    b = b if layout[1] == "n" else b.mT.contiguous().mT
+    assert_matches_torch(a, b)
+    for _ in range(3):
+        assert_matches_torch(a.clone(), b.clone(), random(b.shape[-1], dtype=torch.float16) * 20, "gelu")
+
+
+def test_which_batches_are_copied_for_tma():
+    def pays(a, b):
+        batch = collapse(a.shape[:-2], a.stride()[:-2], b.stride()[:-2])
+        batches = [matmul_plan._own_batch(batch[0], strides) for strides in batch[1]]
+        return matmul_plan._copies_pay(a, b, a.shape[:-2].numel(), batches)
+
+    def meta(*shape):
+        return torch.empty(shape, dtype=torch.float16, device="meta")
+
+    assert pays(meta(8, 2047, 2047), meta(8, 2047, 2047))
+    assert not pays(meta(8, 47, 2047), meta(8, 2047, 2047))
+    assert pays(meta(64, 500, 500), meta(64, 500, 500))
+    assert not pays(meta(1000, 100, 100), meta(1000, 100, 100))
+    heads, keys = meta(4, 2048, 32, 128).transpose(1, 2), meta(4, 2048, 32, 128).permute(0, 2, 3, 1)
+    assert pays(heads, keys)
+    assert not pays(meta(4, 32, 2048, 2048), heads)  # of a large matrix for each head, only the heads were copied
+    assert not pays(meta(2, 500, 0), meta(2, 0, 500))
 
 
 @pytest.mark.gpu

@@ -408,7 +408,10 @@ def test_which_rows_wait_on_the_chip():
         (torch.float16, 4096, 4100, True),
         (torch.float16, 100, 16_392, False),
         (torch.float16, 100, 16_388, True),
-        (torch.float16, 10, 32_772, False),
+        (torch.float16, 10, 32_772, True),
+        (torch.float16, 11, 32_772, False),  # the last row ends between two multiples of 16 bytes
+        (torch.float16, 10, 32_784, False),
+        (torch.float16, 10, 49_160, True),
         (torch.float32, 4096, 12_288, False),
         (torch.float32, 4096, 12_292, True),
         (torch.float64, 4096, 12_292, False),

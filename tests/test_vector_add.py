@@ -97,6 +97,10 @@ LAYOUTS = {
     "expanded": lambda r: (r(1, 9).expand(7, 9), r(1, 9).expand(7, 9)),
     "expanded and dense": lambda r: (r(7, 1).expand(7, 9), r(7, 9)),
     "overlapping": lambda r: (r(40).as_strided((9, 8), (3, 1)), r(9, 8)),
+    "square tiles": lambda r: (r(70, 100), r(100, 70).t()),
+    "square tiles in a batch": lambda r: (r(3, 70, 40), r(40, 3, 70).permute(1, 2, 0)),
+    "longer than a tile": lambda r: (r(11, 1100), r(11, 2200)[:, ::2]),
+    "columns longer than a tile": lambda r: (r(2100, 3), r(2100, 1)),
     "sizes of one": lambda r: (r(1, 7, 1, 5), r(1, 7, 1, 5).transpose(0, 2)),
     "empty": lambda r: (r(0), r(0)),
     "empty by broadcasting": lambda r: (r(0, 3), r(3)),
@@ -111,14 +115,16 @@ def test_add_matches_torch_in_any_layout(name):
     assert_matches_torch(x, y, alpha=-0.3)
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 128, 1024])
-def test_add_strided_kernel_at_any_block_size(block_size):
+@pytest.mark.parametrize("block", [(1, 1), (4, 2), (2, 8), (16, 16)], ids=str)
+def test_add_strided_kernel_at_any_block_size(block):
     x, y = random((5, 7), torch.float32), random((5, 1), torch.float32)
     memory = torch.full((3, 35), 7.0, device=DEVICE)
     alpha = torch.tensor(2.0, device=DEVICE, dtype=torch.float64)
     launch(
-        _add_strided_kernel, (triton.cdiv(35, block_size),), x, y, alpha, memory[1], 35, (7, 5), (1, 7), (0, 1),
-        COMPUTE_DTYPE=tl.float32, INDEX_DTYPE=tl.int32, BLOCK_SIZE=block_size,
+        _add_strided_kernel, (triton.cdiv(7, block[0]) * triton.cdiv(5, block[1]),),
+        x, y, alpha, memory[1], (7, 5), (1, 7), (0, 1), (1, 7),
+        X_REPEATS=(False, False), Y_REPEATS=(True, False), COMPUTE_DTYPE=tl.float32,
+        INDEX_DTYPE=tl.int32, BLOCK_0=block[0], BLOCK_1=block[1],
     )  # fmt: skip
     assert torch.equal(memory[1].view(5, 7), x + 2 * y)
     assert (memory[0] == 7).all() and (memory[2] == 7).all()

@@ -119,6 +119,10 @@ def _matmul_kernel(
     EVEN_K: tl.constexpr = False,  # K is a multiple of BLOCK_K
     ALIGN_M: tl.constexpr = 1,  # M is a multiple of this
     ALIGN_N: tl.constexpr = 1,
+    ALIGN_K: tl.constexpr = 1,
+    BYTES: tl.constexpr = None,  # of a and b, what lies side by side begins at multiples of so many bytes
+    A_ALONG_K: tl.constexpr = True,
+    B_ALONG_K: tl.constexpr = True,
     MATRIX_AXIS: tl.constexpr = 1,  # the grid's axis that counts matrices; the other one counts tiles
     ACTIVATION: tl.constexpr = None,
     INPUT_PRECISION: tl.constexpr = "ieee",
@@ -149,6 +153,11 @@ def _matmul_kernel(
     b_cols = _wrapped(cols, N, BLOCK_N, ALIGN_N)
     a_ptrs = a_ptr + a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + b_cols[None, :] * stride_bn
+    if BYTES is not None:
+        a_ptrs = tl.multiple_of(a_ptrs, [1, BYTES] if A_ALONG_K else [BYTES, 1])
+        b_ptrs = tl.multiple_of(b_ptrs, [BYTES, 1] if B_ALONG_K else [1, BYTES])
+    K = K // ALIGN_K * ALIGN_K
+    N = N // ALIGN_N * ALIGN_N
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC_DTYPE)
     for k in range(0, K, BLOCK_K):
@@ -301,11 +310,18 @@ def _config(
     return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=8, num_stages=3)
 
 
-def loads_are_wide(x: torch.Tensor) -> bool:
-    """Whether neighbours in memory can be read 16 bytes at a time: one stride is 1, and all else a multiple of 16."""
+def load_width(x: torch.Tensor) -> int:
+    """How many neighbours in memory can be read at once: the power of 2, up to 16, that divides lengths and strides."""
     inner = -1 if x.stride(-1) == 1 else -2
-    other = -3 - inner
-    return x.stride(inner) == 1 and x.shape[inner] % 16 == 0 and x.stride(other) % 16 == 0 and x.data_ptr() % 16 == 0
+    if x.stride(inner) != 1 or x.data_ptr() % 16 != 0:
+        return 1
+    batch_strides = (stride for size, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True) if size > 1)
+    return math.gcd(16, x.shape[inner], x.stride(-3 - inner), *batch_strides)
+
+
+def loads_are_wide(x: torch.Tensor) -> bool:
+    """Whether neighbours can be read 16 bytes at a time, and the compiler sees it: it looks for multiples of 16."""
+    return load_width(x) == 16
 
 
 def _pays_to_copy(a: torch.Tensor, b: torch.Tensor, way: str) -> bool:
@@ -517,6 +533,15 @@ def launch_tiles(
     (M, N), K = out.shape[-2:], a.shape[-1]
     n_matrices = out.numel() // (M * N)
     way = dot_precision(a, reduced)
+    # What the compiler does not see by itself.
+    align = min(load_width(a), load_width(b)) if a.element_size() <= 2 else 1
+    hints = {}
+    if 1 < align < 16:
+        hints = dict(BYTES=align * a.element_size(), A_ALONG_K=a.stride(-1) == 1, B_ALONG_K=b.stride(-2) == 1)
+
+    def multiple(size):
+        return 16 if size % 16 == 0 else align if hints and size % align == 0 else 1
+
     if config is None:
         wide = loads_are_wide(a) and loads_are_wide(b)
         config = _config(M, N, n_matrices, a.element_size(), wide, way == "bf16x6", a.device)
@@ -529,9 +554,11 @@ def launch_tiles(
         batch[0], *batch[1],
         **config,
         EVEN_K=K % config["BLOCK_K"] == 0,
-        # Only where a runs along M, and b along N, do wide loads need to know that these are multiples of 16.
-        ALIGN_M=16 if a.stride(-2) == 1 and M % 16 == 0 else 1,
-        ALIGN_N=16 if b.stride(-1) == 1 and N % 16 == 0 else 1,
+        # Only where a runs along M, and b along N, do wide loads need to know of what these are multiples.
+        ALIGN_M=multiple(M) if a.stride(-2) == 1 else 1,
+        ALIGN_N=multiple(N) if b.stride(-1) == 1 or hints else 1,
+        ALIGN_K=multiple(K) if hints else 1,
+        **hints,
         MATRIX_AXIS=matrix_axis,
         ACTIVATION=activation,
         PDL="PDL" in pdl(a.device),

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ._arguments import FLOATS, INTS, NUMBERS, check_same_device, check_tensor, got, needs_autograd, number
-from ._launch import broadcast, cdiv, collapse, index_dtype, known, launch
+from ._launch import broadcast, cdiv, collapse, index_dtype, known, launch, next_power_of_2
 from ._registration import aligned_batches, apply, differentiable, operator
 from ._replay import replayed
 
@@ -59,36 +59,62 @@ def _add_any_length_kernel(
 
 
 @triton.jit
+def _load_tile(ptr, indices, sizes, strides, REPEATS: tl.constexpr):
+    """A tile of a tensor: one number for a row or column of it that repeats a number."""
+    offsets = tl.zeros((1, 1), tl.int64)
+    mask = tl.full((1, 1), True, tl.int1)
+    for d in tl.static_range(2):
+        if not REPEATS[d]:
+            # int64 before the product: a tensor may hold more than 2**31 elements.
+            offsets = offsets + indices[d].to(tl.int64) * strides[d]
+            mask = mask & (indices[d] < sizes[d])
+    return tl.load(ptr + offsets, mask=mask)
+
+
+@triton.jit
 def _add_strided_kernel(
     x_ptr,  # any strides over `shape`
     y_ptr,  # any strides over `shape`
-    alpha_ptr,  # one element
-    out_ptr,  # (n_elements,): dense
-    n_elements,
-    shape,  # sizes of the dimensions in the order of out's memory, innermost first
+    alpha_ptr,  # one element; or None, which stands for 1
+    out_ptr,  # any dense strides over `shape`
+    shape,  # sizes of the dimensions, first the two of a tile
     x_strides,
     y_strides,
+    out_strides,
+    X_REPEATS: tl.constexpr,  # whether x's strides along the dimensions of a tile are 0, as where x is broadcast
+    Y_REPEATS: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr,
     INDEX_DTYPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_0: tl.constexpr,
+    BLOCK_1: tl.constexpr,
 ):
-    """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE of out's memory: out = x + alpha * y."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    mask = offsets < n_elements
-    # Peel one index after another off the flat offset; a broadcast dimension has stride 0. Division is the costly part,
-    # and several times cheaper in 32 bits where they suffice.
-    x_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
-    y_offsets = tl.zeros((BLOCK_SIZE,), tl.int64)
-    rest = offsets.to(INDEX_DTYPE)
-    for d in tl.static_range(len(shape)):
-        index = (rest % shape[d]).to(tl.int64)
+    """Program i owns the i-th tile of BLOCK_1 × BLOCK_0 elements: out = x + alpha * y.
+
+    A tile has both dimensions along which neighbours of x, y and out may lie side by side in memory. The compiler lets
+    each tensor's neighbouring elements go to neighbouring lanes, and carries them where they are added.
+    """
+    tiles_0 = tl.cdiv(shape[0], BLOCK_0)
+    tiles_1 = tl.cdiv(shape[1], BLOCK_1)
+    tile_0 = (tl.program_id(0) % tiles_0).to(INDEX_DTYPE)
+    tile_1 = (tl.program_id(0) // tiles_0 % tiles_1).to(INDEX_DTYPE)
+    # Peel one index after another off the tile's number; a broadcast dimension has stride 0.
+    rest = (tl.program_id(0) // tiles_0 // tiles_1).to(tl.int64)
+    for d in tl.static_range(2, len(shape)):
+        index = rest % shape[d]
         rest = rest // shape[d]
-        x_offsets += index * x_strides[d]
-        y_offsets += index * y_strides[d]
-    alpha = tl.load(alpha_ptr).to(COMPUTE_DTYPE)
-    x = tl.load(x_ptr + x_offsets, mask=mask).to(COMPUTE_DTYPE)
-    y = tl.load(y_ptr + y_offsets, mask=mask).to(COMPUTE_DTYPE)
-    tl.store(out_ptr + offsets, (x + alpha * y).to(out_ptr.dtype.element_ty), mask=mask)
+        x_ptr += index * x_strides[d]
+        y_ptr += index * y_strides[d]
+        out_ptr += index * out_strides[d]
+    cols = tile_0 * BLOCK_0 + tl.arange(0, BLOCK_0)[None, :]
+    rows = tile_1 * BLOCK_1 + tl.arange(0, BLOCK_1)[:, None]
+    x = _load_tile(x_ptr, (cols, rows), shape, x_strides, X_REPEATS).to(COMPUTE_DTYPE)
+    y = _load_tile(y_ptr, (cols, rows), shape, y_strides, Y_REPEATS).to(COMPUTE_DTYPE)
+    if alpha_ptr is not None:
+        y *= tl.load(alpha_ptr).to(COMPUTE_DTYPE)
+    mask = (cols < shape[0]) & (rows < shape[1])
+    out = tl.broadcast_to((x + y).to(out_ptr.dtype.element_ty), mask.shape)
+    offsets = cols.to(tl.int64) * out_strides[0] + rows.to(tl.int64) * out_strides[1]
+    tl.store(out_ptr + offsets, out, mask=mask)
 
 
 def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
@@ -136,21 +162,51 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
         kernel = _add_kernel if n_elements % 16 == 0 else _add_any_length_kernel
         launch(kernel, (cdiv(n_elements, _BLOCK_SIZE),), x, y, out, n_elements, BLOCK_SIZE=_BLOCK_SIZE)
         return out
-    # Programs walk out's memory, so that neighbouring lanes touch neighbouring addresses.
+    # From the outermost dimension of out's memory to the innermost.
     order = sorted(range(out.ndim), key=out.stride, reverse=True)
-    strides = (t.expand(out.shape).permute(order).stride() for t in (x, y))
-    shape, (x_strides, y_strides) = collapse(out.permute(order).shape, *strides)
+    strides = (t.expand(out.shape).permute(order).stride() for t in (x, y, out))
+    shape, strides = collapse(out.permute(order).shape, *strides)
+    shape, (x_strides, y_strides, out_strides), (block_0, block_1, num_warps) = _tile(shape, strides)
     if out.dtype == torch.bool:
         # Or, whatever the number: x + alpha * y would be 0 for True, True and -1.
         alpha = bool(alpha)
-    # A one-element tensor keeps all of alpha's digits, where a kernel argument would round it to float32.
-    alpha = torch.full((), alpha, dtype=torch.float64 if out.is_floating_point() else torch.int64, device=out.device)
+    if alpha == 1:
+        alpha = None
+    else:
+        # A one-element tensor keeps all of alpha's digits, where a kernel argument would round it to float32.
+        dtype = torch.float64 if out.is_floating_point() else torch.int64
+        alpha = torch.full((), alpha, dtype=dtype, device=out.device)
     launch(
-        _add_strided_kernel, (cdiv(n_elements, _BLOCK_SIZE),),
-        x, y, alpha, out, n_elements, shape, x_strides, y_strides,
-        COMPUTE_DTYPE=_compute_dtype(out.dtype), INDEX_DTYPE=index_dtype(n_elements), BLOCK_SIZE=_BLOCK_SIZE,
+        _add_strided_kernel, (cdiv(shape[0], block_0) * cdiv(shape[1], block_1) * math.prod(shape[2:]),),
+        x, y, alpha, out, shape, x_strides, y_strides, out_strides,
+        X_REPEATS=_repeats(x_strides), Y_REPEATS=_repeats(y_strides), COMPUTE_DTYPE=_compute_dtype(out.dtype),
+        INDEX_DTYPE=index_dtype(max(shape) + 1024), BLOCK_0=block_0, BLOCK_1=block_1, num_warps=num_warps,
     )  # fmt: skip
     return out
+
+
+def _tile(
+    shape: tuple[int, ...], strides: list[tuple[int, ...]]
+) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, int, int]]:
+    """Shape and strides with the dimensions of a tile first; its sizes along those, and its warps, by an H200."""
+    if len(shape) == 1:
+        shape, strides = (*shape, 1), [(*s, 0) for s in strides]
+    # One dimension is that of out's neighbours. If x or y has its own along another one, a square tile serves both;
+    # otherwise the longest other one leaves the fewest tiles.
+    others = range(1, len(shape))
+    across = [d for d in others if min(shape[0], shape[d]) >= 32 and any(s[d] == 1 < s[0] for s in strides)]
+    if across:
+        second, tile = across[0], (64, 64, 8)
+    else:
+        second = max(others, key=lambda d: shape[d])
+        block_0 = min(256 if shape[second] > 1 else 1024, next_power_of_2(shape[0]))
+        tile = block_0, min(2048 // block_0, next_power_of_2(shape[second])), 4
+    order = 0, second, *(d for d in others if d != second)
+    return tuple(shape[d] for d in order), [tuple(s[d] for d in order) for s in strides], tile
+
+
+def _repeats(strides: tuple[int, ...]) -> tuple[bool, bool]:
+    return strides[0] == 0, strides[1] == 0
 
 
 def _number_tensor(number: float, x: torch.Tensor) -> torch.Tensor:
@@ -238,8 +294,8 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         computed in float32, and become infinity only where the sum is too large. (Next to a tensor without dimensions,
         a number is rounded to that tensor's dtype first.)
         The gradients are those of the formula, summed over broadcast dimensions. Two tensors of the same dense layout
-        are walked from end to end; broadcasting, strides, mixed dtypes, bool and alpha take a kernel that computes each
-        element's address.
+        are walked from end to end; broadcasting, strides, mixed dtypes, bool and alpha take a kernel that works in
+        tiles, of 64 by 64 elements where neighbours in one tensor's memory are none in the other's, as in ``x + y.T``.
 
     Example:
         >>> import torch, triton_gallery

@@ -9,15 +9,16 @@ Three things are decided here, from sizes, strides and alignment alone, so that 
   the largest.
 - Where there are at most half as many tiles as multiprocessors, a K of 2048 or more may be cut into parts (*split K*):
   a program computes one part of one tile in float32, and a second kernel adds up the parts, always in the same order.
-- TMA wants rows that begin at multiples of 16 bytes. Single 16-bit matrices with other rows are copied to
-  ones that do, if the product is not tiny. Of rows that begin in the middle of a sector of 32 bytes TMA copies 128
-  bytes as five sectors, not four. In a large product b, of which most tiles need more than of a, is copied for that,
-  too.
+- TMA wants rows that begin at multiples of 16 bytes, and matrices of a batch that lie equally far apart. Others of 16
+  bits are copied to ones that do, if that saves more than it costs. Of rows that begin in the middle of a sector of 32
+  bytes TMA copies 128 bytes as five sectors, not four. In a large product b, of which most tiles need more than of a,
+  is copied for that, too.
 
 The rates below were measured on an H200 or an H100, or fitted to measured times; they only have to put the choices into
 the right order. (That of memory is more than a copy reaches.)
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -25,9 +26,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .._launch import cdiv, launch, next_power_of_2, num_multiprocessors, pdl, scratch
+from .._launch import cdiv, collapse, launch, next_power_of_2, num_multiprocessors, pdl, scratch
 from .._tuning import is_tuning, run_quickest
-from ..matmul import FLOAT8, _activate, launch_tiles, loads_are_wide
+from ..matmul import FLOAT8, _activate, launch_tiles, load_width, loads_are_wide
 from . import load
 from .matmul import can_address, is_transposed
 
@@ -111,14 +112,16 @@ def sum_parts(
 # that cannot be read or written 16 bytes at a time. ALIGN tells it of those that can.
 @triton.jit(do_not_specialize=["x_row_stride", "out_row_stride"])
 def _copy_rows_kernel(
-    x_ptr,  # (n_rows, n_x_cols)
-    out_ptr,  # (n_rows, n_cols)
+    x_ptr,  # (*batch_shape, n_rows, n_x_cols)
+    out_ptr,  # (n_matrices, n_rows, n_cols); its rows lie equally far apart
     n_rows,
     n_cols,
     n_x_cols,
     x_row_stride,
     x_col_stride,
     out_row_stride,
+    batch_shape,  # sizes of the batch dimensions, innermost first
+    batch_strides,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     ALIGN: tl.constexpr,  # the columns of both and their rows' strides are multiples of it
@@ -127,23 +130,35 @@ def _copy_rows_kernel(
     n_cols, n_x_cols = [n // ALIGN * ALIGN for n in (n_cols, n_x_cols)]
     x_row_stride, out_row_stride = [n // ALIGN * ALIGN for n in (x_row_stride, out_row_stride)]
     tiles_n = tl.cdiv(n_cols, BLOCK_COLS)
-    rows = tl.program_id(0) // tiles_n * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
+    tiles_m = tl.cdiv(n_rows, BLOCK_ROWS)
+    rows = tl.program_id(0) // tiles_n % tiles_m * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
     cols = tl.program_id(0) % tiles_n * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    batch = (tl.program_id(0) // tiles_n // tiles_m).to(tl.int64)
+    # Peel one index after another off the matrix's number.
+    rest = batch
+    for d in tl.static_range(len(batch_shape)):
+        x_ptr += rest % batch_shape[d] * (batch_strides[d] // ALIGN * ALIGN)
+        rest = rest // batch_shape[d]
+    out_ptr += batch * n_rows * out_row_stride
     mask = (rows < n_rows) & (cols < n_cols)
     x_ptrs = x_ptr + rows * x_row_stride + cols.to(tl.int64) * x_col_stride
     x = tl.load(x_ptrs, mask=mask & (cols < n_x_cols), other=0.0)
     tl.store(out_ptr + rows * out_row_stride + cols, x, mask=mask)
 
 
-def _copy_rows(x: torch.Tensor, out: torch.Tensor) -> None:
+def _copy_rows(x: torch.Tensor, out: torch.Tensor, sizes: tuple = (1,), strides: tuple = (0,)) -> None:
+    """Copy x, or a batch of such matrices: `sizes` and `strides` are those of its dimensions, innermost first."""
     n_rows, n_cols = out.shape[-2:]
     vector = 16 // x.element_size()
-    sizes = n_cols, x.shape[-1], x.stride(-2), out.stride(-2)
+    lengths = n_cols, x.shape[-1], x.stride(-2), out.stride(-2), *strides
+    block_cols = min(256, next_power_of_2(n_cols))
+    block_rows = 2048 // block_cols
     launch(
         _copy_rows_kernel,
-        (cdiv(n_rows, 8) * cdiv(n_cols, 256),),
-        x, out, n_rows, n_cols, x.shape[-1], *x.stride()[-2:], out.stride(-2),
-        BLOCK_ROWS=8, BLOCK_COLS=256, ALIGN=vector if all(size % vector == 0 for size in sizes) else 1, num_warps=4,
+        (math.prod(sizes) * cdiv(n_rows, block_rows) * cdiv(n_cols, block_cols),),
+        x, out, n_rows, n_cols, x.shape[-1], *x.stride()[-2:], out.stride(-2), sizes, strides,
+        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+        ALIGN=vector if all(length % vector == 0 for length in lengths) else 1, num_warps=4,
     )  # fmt: skip
 
 
@@ -183,9 +198,12 @@ def sum_us(n_parts: int, n_out: int) -> float:
 
 
 def _pointer_config(
-    M: int, N: int, K: int, along_k: bool, n_matrices: int, itemsize: int, device: torch.device
+    M: int, N: int, K: int, along_k: bool, is_wide: bool, n_matrices: int, itemsize: int, device: torch.device
 ) -> tuple[int, dict[str, int]]:
-    """Parts of K, and blocks, warps and stages of the pointer kernel; `along_k` says whether a and b lie along K."""
+    """Parts of K, and blocks, warps and stages of the pointer kernel.
+
+    `along_k` says whether a and b lie along K, and `is_wide` whether they can be read 16 bytes at a time.
+    """
     n_processors = num_multiprocessors(device)
 
     def n_tiles(block_m, block_n):
@@ -204,13 +222,19 @@ def _pointer_config(
 
             n_parts = min(_equal_parts(K, tiles, device), key=time)
         k = K // n_parts
+        num_warps = 4
+        if not is_wide:
+            # Narrow loads are many: short steps leave the registers that their addresses need.
+            step_bytes, num_stages = 128 if block_n <= 64 else 64, 4
+            if block_n == 64 and M > 64 and K <= 256:
+                block_m, step_bytes, num_warps = 128, 64, 8
         # The matrix unit takes 32 bytes of each row at a time.
         block_k = max(32 // itemsize, min(step_bytes // itemsize, next_power_of_2(k)))
         # One stage more than fits into 176 KiB pays where K is long; of 64 × 64 it costs one or two per cent elsewhere.
         room = (192 if k * itemsize >= 8192 else 176) * 1024
         num_stages = num_stages or min(6, room // ((block_m + block_n) * step_bytes))
         blocks = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8)
-        return n_parts, dict(**blocks, num_warps=4, num_stages=num_stages)
+        return n_parts, dict(**blocks, num_warps=num_warps, num_stages=num_stages)
 
     # Many short steps along K start a program sooner than few long ones, and of a long K they cost more. Seven or eight
     # stages were mostly slower than six. (float32 has a plan of its own, in ``matmul.py``, and does not come here.)
@@ -268,7 +292,7 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, itemsize: int, device: to
         # The start is most of the time. Tiles that are soon done have to be many.
         n_tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
         are_many = n_tiles > 3.5 * n_processors or (n_tiles > 2 * n_processors and n_tiles * K > 360 * n_processors)
-        return min(M, N) >= 128 and are_many
+        return min(M, N) >= (128 if n_matrices == 1 else 65) and are_many
     if n_matrices == 1:
         # Where few programs take many steps along K, TMA has more of them on their way. Its parts may begin anywhere,
         # so that every K has some.
@@ -294,18 +318,39 @@ def row_bytes(x: torch.Tensor) -> int:
     return max(x.stride()[-2:]) * x.element_size()
 
 
-def _aligned(x: torch.Tensor, unit: int) -> torch.Tensor:
-    """A matrix that TMA can address and whose rows lie a multiple of so many bytes apart: x itself, or a copy."""
-    if can_address(x, 0) and row_bytes(x) % unit == 0:
-        return x
+def _is_aligned(x: torch.Tensor, unit: int, sizes: tuple, strides: tuple) -> bool:
+    """Whether TMA can address these matrices, and their rows lie a multiple of so many bytes apart."""
+    return len(sizes) == 1 and can_address(x, strides[0]) and row_bytes(x) % unit == 0
+
+
+def _aligned(x: torch.Tensor, unit: int, sizes: tuple = (1,), strides: tuple = (0,)) -> tuple[torch.Tensor, int]:
+    """Matrices for which `_is_aligned` holds, x itself or copies, and how far they lie apart.
+
+    `sizes` and `strides` are those of the batch dimensions, innermost first.
+    """
+    if _is_aligned(x, unit, sizes, strides):
+        return x, strides[0]
     if is_transposed(x):
-        return _aligned(x.mT, unit).mT
-    # Rows that begin at multiples of 128 bytes, which is more than TMA asks for.
-    n_rows, n_cols = x.shape[-2:]
+        copies, stride = _aligned(x.mT, unit, sizes, strides)
+        return copies.mT, stride
+    copies = scratch((math.prod(sizes), *_copied_shape(x)), x.dtype, x.device)[..., : x.shape[-1]]
+    _copy_rows(x, copies, sizes, strides)
+    return copies, copies.stride(0) if any(strides) else 0
+
+
+def _copied_shape(x: torch.Tensor) -> tuple[int, int]:
+    """Rows of a copy, or columns of a transposed one, begin at multiples of 128 bytes: more than TMA asks for."""
+    n_rows, n_cols = x.shape[-2:] if not is_transposed(x) else x.shape[:-3:-1]
     step = 128 // x.element_size()
-    padded = scratch((n_rows, cdiv(n_cols, step) * step), x.dtype, x.device)[:, :n_cols]
-    _copy_rows(x, padded)
-    return padded
+    return n_rows, cdiv(n_cols, step) * step
+
+
+def _own_batch(sizes: tuple, strides: tuple) -> tuple[tuple, tuple]:
+    """The batch dimensions of one factor alone; of one matrix that serves them all there is one, with stride 0."""
+    if not any(strides) or math.prod(sizes) == 1:
+        return (1,), (0,)
+    sizes, (strides,) = collapse(sizes[::-1], strides[::-1])
+    return sizes, strides
 
 
 def zero_padded(x: torch.Tensor) -> torch.Tensor:
@@ -316,13 +361,26 @@ def zero_padded(x: torch.Tensor) -> torch.Tensor:
     return padded
 
 
-def _copies_pay(M: int, N: int, K: int) -> bool:
-    """Whether wide loads save more than copies of both matrices cost.
-
-    80 against 600 TFLOP/s, but no more than 22 numbers along K in a microsecond; and each byte is moved twice.
-    """
-    operations, n_elements = 2 * M * N * K, M * K + K * N
-    return min(M, N) >= 64 and max(operations / 80e6, K / 22) > operations / 600e6 + 10 + 4 * n_elements / 3e6
+def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list) -> bool:
+    """Whether TMA saves more than the copies cost that it needs; in microseconds, by times on an H200."""
+    (M, K), N = a.shape[-2:], b.shape[-1]
+    if min(M, N) < 64 or K == 0:
+        return False
+    align = min(load_width(a), load_width(b))
+    if align == 1:
+        tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
+        pointers_us = max(5 + tiles * 64 * 128 * 2 * K / 60e6, K / 22)
+    else:
+        rate = {2: 60e6, 4: 190e6}.get(align, 450e6)
+        pointers_us = max(2 * n_matrices * M * N * (K + 160) / rate, K / 80)
+    operations = 2 * n_matrices * cdiv(M, 128) * 128 * cdiv(N, 128) * 128 * (cdiv(K, 64) * 64 + 64)
+    n_bytes = 2 * n_matrices * (M * K + K * N + M * N)
+    copied = [
+        math.prod((*sizes, *_copied_shape(x)))
+        for x, (sizes, strides) in zip((a, b), batches, strict=True)
+        if not _is_aligned(x, 16, sizes, strides)
+    ]
+    return pointers_us > max(operations / 500e6, n_bytes / 3.4e6) + 10 + 4 * sum(copied) / 3e6
 
 
 def _by_pointers(
@@ -339,7 +397,7 @@ def _by_tma(plan: tuple | None, a, b, bias, out, pre, activation, reduced: bool,
         load("matmul").multiply(a, b, bias, out, pre, activation, reduced, batch)
         return
     if batch[0] == (1,) and a.dtype not in FLOAT8 and a.shape[-2] >= _COPY_ROWS:
-        b = _aligned(b, SECTOR)
+        b, _ = _aligned(b, SECTOR)
     specialized.multiply(a, b, bias, out, pre, activation, reduced, batch, plan)
 
 
@@ -347,19 +405,21 @@ def _by_rules(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> 
     (M, N), K = out.shape[-2:], a.shape[-1]
     n_matrices = out.numel() // (M * N)
     tma, specialized = load("matmul"), load("matmul_specialized")
-    wide = loads_are_wide(a) and loads_are_wide(b)
+    align = min(load_width(a), load_width(b))
     if tma.supports(a, b, batch) and (specialized or tma.can_store(out)):
-        if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or (not wide and min(M, N) >= 64):
+        if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or (align < 16 and min(M, N) >= 64):
             _by_tma(None, a, b, bias, out, pre, activation, reduced, batch)
             return
-    elif specialized and n_matrices == 1 and a.dtype not in FLOAT8 and _copies_pay(M, N, K):
-        specialized.multiply(
-            _aligned(a, 16), _aligned(b, 16), bias, out, pre, activation, reduced, ((1,), [(0,), (0,)])
-        )
-        return
-    if wide:
+    elif specialized and a.dtype not in FLOAT8:
+        batches = [_own_batch(batch[0], strides) for strides in batch[1]]
+        if _copies_pay(a, b, n_matrices, batches):
+            (a, a_stride), (b, b_stride) = (_aligned(x, 16, *own) for x, own in zip((a, b), batches, strict=True))
+            batch = (n_matrices,), [(a_stride,), (b_stride,)]
+            specialized.multiply(a, b, bias, out, pre, activation, reduced, batch)
+            return
+    if align > 1:
         along_k = a.stride(-1) == b.stride(-2) == 1
-        n_parts, config = _pointer_config(M, N, K, along_k, n_matrices, a.element_size(), a.device)
+        n_parts, config = _pointer_config(M, N, K, along_k, align == 16, n_matrices, a.element_size(), a.device)
         _by_pointers(n_parts, config, a, b, bias, out, pre, activation, reduced, batch)
     else:
         launch_tiles(a, b, bias, out, pre, activation, batch, reduced)

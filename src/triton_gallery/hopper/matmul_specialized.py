@@ -591,6 +591,7 @@ _TILES = (
 _PART_TILES = [tile for tile in _TILES if tile[0] < 3]  # of parts of K; three consumers were of little use there
 _ALONE_PER_US = 2.25e6  # multiplications of one consumer in a microsecond, while the others rest
 _MAX_SHARING = 4  # programs that may divide K
+_TILE_US = 0.27  # of a batch, to begin and to end a tile
 _SHARING_US = 7  # what it costs them to hand on their sums
 # Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
 # more it copies for each multiplication: those of up to 128 columns lose this much more. (Of 160 we do not know.)
@@ -664,6 +665,9 @@ def _plan(
     """The one that should be the quickest."""
     n_places = num_multiprocessors(device)
     all_memory_us = n_matrices * memory_us(M, N, K, itemsize)
+    is_batch = n_matrices > 1 and K * itemsize >= 256  # the tiles of a shorter K are soon done, whichever they are
+    if is_batch:
+        all_memory_us += memory_us(n_matrices * M, 0, N, 2)
     rates = {tile[:2]: tile[3] for tile in _TILES}
 
     def time(plan):
@@ -684,6 +688,10 @@ def _plan(
         else:
             busy_us = cdiv(n_tiles * n_parts, n_places) * tile_us
             after_us = sum_us(n_parts, M * N)
+        if is_batch:
+            # Many small products take as long as memory does; the smaller the last tile, the sooner it leaves then.
+            busy_us += cdiv(n_tiles, n_places) * _TILE_US
+            return max(busy_us, all_memory_us + tile_us)
         return max(busy_us, all_memory_us) + after_us
 
     return min(plans(M, N, K, n_matrices, itemsize, partial_sums, device), key=time)

@@ -20,8 +20,9 @@ _STEPS = 2
 # cannot load 16 bytes at a time, of fewer.
 _MIN_ROW_BYTES = {2: 32 * 1024, 4: 48 * 1024}
 _MIN_ODD_ROW_BYTES = 8 * 1024
-# Fewer bytes than this, all rows together, take less time in tl's kernels: in registers, or read twice.
+# Where all rows together have fewer bytes than this, longer rows stay there as well, and no second kernel pays.
 _MIN_BYTES = 4 * 1024 * 1024
+_MIN_BYTES_OF_FEW_ROWS = 96 * 1024
 # The most parts of a row for each multiprocessor, which has room for three times as many.
 _MAX_PARTS = 4
 
@@ -288,17 +289,20 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
         return 0
     if (row_stride - n_cols) * size % 16 != 0 or x.data_ptr() % 16 != 0:
         return 0
+    are_few = n_rows * row_bytes < _MIN_BYTES
+    if are_few and not odd and row_bytes <= _MIN_BYTES_OF_FEW_ROWS:
+        return 0
     n_parts = _cut(x, n_cols, row_stride).n_parts
     if n_parts > _MAX_PARTS * num_multiprocessors(x.device):
-        return 0
-    if n_rows * row_bytes < _MIN_BYTES and not (odd and n_parts == 1):
         return 0
     # The kernel reads whole vectors of 16 bytes. That of the last row's end may reach past the memory of x, and so may
     # those of other rows, if rows begin less than 16 bytes apart.
     end = ((n_rows - 1) * row_stride + n_cols) * size
     if end % 16 == 0:
         return n_rows
-    return n_rows - 1 if row_stride * size >= 16 else 0
+    # The last row takes a second kernel, and its start is most of the time of few rows.
+    pays = not are_few or (odd and n_parts == 1)
+    return n_rows - 1 if row_stride * size >= 16 and pays else 0
 
 
 def forward(x: torch.Tensor, out: torch.Tensor, n_rows: int, n_cols: int, row_stride: int, is_log: bool) -> None:

@@ -31,8 +31,6 @@ _STEPS = 2
 # Rows in shared memory: one that is written, one that is added up, one on its way; and programs of a multiprocessor.
 _STAGES = 3
 _PROGRAMS = 9
-# Fewer bytes than this, all rows together, are read twice in less time than the parts need to agree.
-_MIN_BYTES = 4 * 1024 * 1024
 
 
 @gluon.jit
@@ -171,7 +169,7 @@ def plan_backward(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor) -> Plan |
     """How to cut these rows; None where the kernel cannot take them, or does not pay."""
     (n_rows, n_cols), size = y.shape, y.element_size()
     vector = 16 // size
-    if size > 4 or n_rows == 1 or n_cols * size >= 2**31 or y.nbytes < _MIN_BYTES:
+    if size > 4 or n_rows == 1 or n_cols * size >= 2**31:
         return None
     if not rows_begin_alike(vector, n_cols, y, dy, dx):
         return None
