@@ -239,7 +239,7 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 # promotes dtypes, broadcasts, scales by `alpha`, has gradients, and refuses the rest in words. Where both tensors have
 # the same shape and dtype, fill their memory without gaps and in the same order, and `alpha` is 1, it launches the
 # kernel above, or a variant of it for lengths that are no multiple of 16 (but neither for bool). Otherwise another one
-# converts, scales, and works out the address of each element from the strides.
+# converts, scales, and works out the address of each element from the strides; a section below is about it.
 
 matrix = torch.randn(5, 7, device=DEVICE, requires_grad=True)
 row = torch.randn(7, device=DEVICE, dtype=torch.float16, requires_grad=True)
@@ -329,6 +329,74 @@ report.plot()
 # `print(report.to_csv())` the numbers.
 
 report
+
+# %%
+# When neighbours are elsewhere
+# -----------------------------
+#
+# So far the order of the elements did not matter, as long as it was the same in all three tensors. In `x + y.T` it is
+# not. Walking along the rows of :math:`x` jumps from row to row in :math:`y`, where each number then costs a trip for
+# the 32 bytes around it. Walking along the columns does the same to :math:`x` and to the sum. The way out is to own a
+# square: the 64 rows and 64 columns of a *tile* hold whole pieces of memory of both, and each tensor can be read along
+# its own neighbours. The numbers meet in the kernel. That they then lie with other lanes than they should is for the
+# compiler to see, which exchanges them by way of shared memory.
+
+# quote: triton_gallery.vector_add._load_tile
+# quote: triton_gallery.vector_add._add_strided_kernel
+
+# %%
+# One of a tile's dimensions is that of the sum's neighbours. The other is that of the neighbours in :math:`x` or
+# :math:`y`, if they are elsewhere, and otherwise the longest that is left. All other dimensions are in the program's
+# number, from which each index is peeled off by a division: one for a program, where a kernel with a flat block would
+# divide for each element. And a tensor that repeats a number along a tile, as a bias does for each row, is loaded as
+# the row or column that it is.
+
+
+def draw(*shape):
+    return torch.randn(shape, device=DEVICE, dtype=torch.float16)
+
+
+layouts = {
+    "alike": lambda: (draw(8192, 8192), draw(8192, 8192)),
+    "row": lambda: (draw(8192, 8192), draw(8192)),
+    "column": lambda: (draw(8192, 8192), draw(8192, 1)),
+    "transposed": lambda: (draw(8192, 8192), draw(8192, 8192).T),
+    "heads": lambda: (draw(8, 1024, 32, 128), draw(8, 32, 1024, 128).transpose(1, 2)),
+    "channels-last": lambda: (draw(32, 256, 56, 56), draw(32, 56, 56, 256).permute(0, 3, 1, 2)),
+    "odd-row": lambda: (draw(8192, 8191), draw(8191)),
+    "odd-transposed": lambda: (draw(8191, 8193), draw(8193, 8191).T),
+}
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["layout"],
+        x_vals=list(layouts),
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="how the second tensor lies",
+        ylabel="GB/s",
+        plot_name="vector-add-layouts-fp16",
+        args={},
+    ),
+    title="Addition of tensors that lie in memory in other ways, float16",
+    limit="copy",
+)
+def bench_layouts(layout, provider):
+    x, y = layouts[layout]()
+    compiled = torch.compile(torch.add, dynamic=False)
+    add = {"triton_gallery": tg.add, "torch": torch.add, "torch.compile": compiled}[provider]
+    n_bytes = x.element_size() * (x.numel() + y.numel() + x.numel())
+    return tg.benchmark.gbps(n_bytes, tg.benchmark.measure(lambda: add(x, y)))
+
+
+report_layouts = bench_layouts.run()
+report_layouts.plot()
+
+# %%
+
+report_layouts
 
 # %%
 # What is under way at the same time

@@ -447,9 +447,10 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 # `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64 and 49152 of 16 bits that can be
 # loaded four at a time, stay in registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the
 # kernel with the chunks takes the place of both for 16-bit rows of more than 16384 columns and float32 rows of more
-# than 12288, if all together have 4 MiB, and for unaligned rows of 16 bits and over 8 KiB, if rows lie in memory as it
-# needs. Other kernels serve rows that are not dense, as the classes of an image's pixels are not, or that lie at uneven
-# distances, and rows that are few and long. Sections below tell of them.
+# than 12288, if all together have 4 MiB, for longer ones than 96 KiB even if they have less, and for unaligned rows of
+# 16 bits and over 8 KiB, if rows lie in memory as it needs. Other kernels serve rows that are not dense, as the classes
+# of an image's pixels are not, or that lie at uneven distances, and rows that are few and long. Sections below tell of
+# them.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -485,11 +486,11 @@ for shape in shapes:
 # :math:`y` and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64), and up to
 # 32768 of float16 and bfloat16 where all rows begin at a multiple of 8 bytes: their numbers wait for the sum as they
 # were loaded, two in a register. (So do those of odd rows of 16 bits, up to 24569, if the matrix has 6 MiB or more.) On
-# Hopper longer rows wait in parts on several multiprocessors, if there are two or more of them and 4 MiB together.
-# Others are read twice, the second time from the L2 cache while they fit there. (On Hopper 16-bit rows of 14337 to
-# 24576 columns, and of 32769 to 49152, that all begin at a multiple of 8 bytes are read twice as well, if there are
-# more of them than multiprocessors, the second time mostly from the L1 cache; why, the measurement below tells.) Only
-# :math:`y` has to be kept for it, not :math:`x`.
+# Hopper longer rows wait in parts on several multiprocessors, if there are two or more of them. Others are read twice,
+# the second time from the L2 cache while they fit there. (On Hopper 16-bit rows of 14337 to 24576 columns, and of 32769
+# to 49152, that all begin at a multiple of 8 bytes are read twice as well, if there are more of them than
+# multiprocessors, the second time mostly from the L1 cache; why, the measurement below tells.) Only :math:`y` has to be
+# kept for it, not :math:`x`.
 #
 # For :math:`y = \log \text{softmax}(x)` it is :math:`\partial y_j / \partial x_i = \delta_{ij} - e^{y_i}`, and so
 #
@@ -1011,14 +1012,15 @@ report_short
 # has looked into the mailboxes 8192 times in vain takes the statistics of all parts itself. That is slow, and should
 # never happen; there is a test that starts only some of the programs.
 #
-# The library takes this one launch for two rows or more of over 52 KiB, if all of them together have 4 MiB or more, and
-# if a row has no more than four parts for each multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a
-# little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. Two launches are for these:
+# The library takes this one launch for two rows or more of over 52 KiB (of over 96 KiB, if they are aligned and all of
+# them together have less than 4 MiB), if a row has no more than four parts for each multiprocessor. With 16 KiB in each
+# and 132 multiprocessors, that ends a little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. Two
+# launches are for these:
 #
-# - of few rows, at most one for every two multiprocessors, those of 128 KiB or more (beyond 32 rows more, up to
-#   twice as much at 66) that the one launch does not take: a single row, less than 4 MiB together, longer rows,
-#   float64, a matrix that does not begin at a multiple of 16 bytes or in which the distance from a row's end to the
-#   next row is no such multiple, other GPUs
+# - of few rows, at most one for every two multiprocessors, those of 32 KiB or more (beyond 18 rows more, up to 117 KiB
+#   at 66) that neither registers nor the one launch take: a single row, rows of less than 4 MiB together whose last one
+#   does not end at a multiple of 16 bytes, longer rows, float64, a matrix that does not begin at such a multiple or in
+#   which the distance from a row's end to the next row is none, other GPUs
 # - rows across memory of more than 2048 columns, or 1024 in float64 and in the gradient
 # - dense rows of more than 1024 that lie at uneven distances, as in a slice of each matrix of a batch
 #
@@ -1079,6 +1081,44 @@ report_long
 # a row to what Triton would call one program and is left with :measured:`softmax-long-fp16: torch at 1×16777216`.
 # `torch.compile` cuts the row as well, and we run at
 # :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` its rate.
+#
+# Last, the rows of one step of a language model that writes: one for each of the texts that it works on, each as long
+# as the vocabulary. They have so few bytes that starting and meeting take most of the time. Both passes:
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["M", "N"],
+        x_vals=[(m, n) for n in (32000, 50257, 128256) for m in (1, 8, 16, 64)],
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="rows × columns",
+        ylabel="GB/s",
+        plot_name="softmax-few-bf16",
+        args={},
+    ),
+    title="Softmax of one to 64 rows of a vocabulary, both passes, bfloat16",
+    limit="copy",
+)
+def bench_few_rows(M, N, provider):
+    x = torch.randn(M, N, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(torch.softmax, dynamic=False)
+    softmax = {"triton_gallery": tg.softmax, "torch": torch.softmax, "torch.compile": compiled}[provider]
+    dy = torch.randn_like(x)
+    times = tg.benchmark.measure(lambda: torch.autograd.grad(softmax(x, dim=1), x, dy))
+    return tg.benchmark.gbps(5 * x.nbytes, times)
+
+
+report_few = bench_few_rows.run()
+
+# %%
+
+report_few.plot()
+
+# %%
+
+report_few
 
 # %%
 # What the compiler made of it

@@ -427,7 +427,9 @@ def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
 # - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
 #   that addresses follow each other, and wrapping round hides that. If a size is a multiple of 16, which the launcher
 #   says with `ALIGN_M` and `ALIGN_N`, runs of 16 stay whole. Without the promise each number of :math:`B` is loaded by
-#   itself.
+#   itself. Sizes that are multiples of 2, 4 or 8 alone leave loads of 4, 8 or 16 bytes in 16-bit matrices. There the
+#   compiler sees nothing, as it looks at each size and stride for a multiple of 16, and `BYTES` says it for all
+#   addresses of a tile.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
 #   is, without the matrix unit on NVIDIA's GPUs, "tf32" lets the matrix unit take 10 bits of the inputs' mantissas,
@@ -1001,9 +1003,9 @@ for n in (4352, 5120, 5632, 8192):
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
 # longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. On Hopper the library does
-# this for single products of 16-bit numbers and of float32, but for the smallest; batches of such matrices, and float8,
-# take the third rung with narrow loads. The result needs no copy. Its tiles leave by ordinary stores, in which each
-# warp writes along a row.
+# this for products of 16-bit numbers, and single ones of float32, where it reckons that this takes less time; the
+# others, and float8, take the third rung with narrow loads. The result needs no copy. Its tiles leave by ordinary
+# stores, in which each warp writes along a row.
 #
 # Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
 # 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. In
@@ -1137,6 +1139,61 @@ reports["matmul-gelu-fp16"]
 # ahead; why, we have not found out. While a tile is on its way out the matrix unit waits, so each instruction of the
 # activation counts: this one squares the inverse of a root, which the GPU has an instruction for, and needs no
 # division.
+
+# %%
+# Batches
+# -------
+#
+# A batch is many products of one shape. Its tiles fill the GPU, however small each product is, and where a product is
+# small, so is what it does with each byte: most of these wait for memory. The first is none of them. Then follow the
+# scores of 16 heads, with the queries and keys as a model has them, the heads of one token side by side. No one stride
+# leads through all their matrices, which TMA would need, so the library copies them. (torch copies them, too.) And then
+# sizes that were not made for TMA: rows of 200 and of 1000 bytes, those of images in 197 pieces, and odd ones.
+
+
+def draw_batch(size):
+    if size == "heads":
+        queries, keys = torch.randn(2, 8, 1024, 16, 64, device=DEVICE, dtype=torch.float16)
+        return queries.transpose(1, 2), keys.permute(0, 2, 3, 1)
+    n, M, N, K = map(int, size.split("×"))
+    return (torch.randn(n, *shape, device=DEVICE, dtype=torch.float16) for shape in ((M, K), (K, N)))
+
+
+sizes = "16×2048×2048×2048", "heads", "2048×128×128×128", "1000×100×100×100", "32×1000×1000×1000", "64×500×500×500"
+sizes += "768×197×64×197", "64×129×129×129", "8×2047×2047×2047"
+
+
+@tg.benchmark.perf_report(
+    triton.testing.Benchmark(
+        x_names=["size"],
+        x_vals=sizes,
+        y_log=True,
+        line_arg="provider",
+        line_vals=["triton_gallery", "torch", "torch.compile"],
+        line_names=["triton_gallery", "torch", "torch.compile"],
+        xlabel="products × M × N × K",
+        ylabel="TFLOP/s",
+        plot_name="matmul-batches-fp16",
+        args={},
+    ),
+    title="Batches of products, float16",
+    limit="matmul-fp16",
+    rounds=3,
+)
+def bench_batches(size, provider):
+    a, b = draw_batch(size)
+    compiled = torch.compile(torch.matmul, dynamic=False)
+    multiply = {"triton_gallery": tg.matmul, "torch": torch.matmul, "torch.compile": compiled}[provider]
+    n_operations = 2 * a.numel() * b.shape[-1]
+    return tg.benchmark.tflops(n_operations, tg.benchmark.measure(lambda: multiply(a, b)))
+
+
+report_batches = bench_batches.run()
+report_batches.plot()
+
+# %%
+
+report_batches
 
 # %%
 # Products drawn by lot

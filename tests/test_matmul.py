@@ -1086,7 +1086,7 @@ def test_every_tile_of_the_tma_kernels_matches_torch(tma, layout, monkeypatch):
 def test_every_tile_stores_rows_that_tma_cannot_address(specialized, layout, monkeypatch):
     a, b, bias = random_product(1001, 777, 520, layout)
     wide = [x.double() for x in (a, b, bias)]
-    a, b = (matmul_plan._aligned(x, 16) for x in (a, b))
+    a, b = (matmul_plan._aligned(x, 16)[0].squeeze(0) for x in (a, b))
     for tile in specialized._TILES:
         monkeypatch.setattr(specialized, "_TILES", (tile,))
         out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True)
@@ -1108,7 +1108,7 @@ def test_thin_product_with_a_long_k(shape, layout):
 def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout):
     a, b, bias = random_product(300, 265, 9000, layout)
     wide = [x.double() for x in (a, b, bias)]
-    a, b = (matmul_plan._aligned(x, 16) for x in (a, b))
+    a, b = (matmul_plan._aligned(x, 16)[0].squeeze(0) for x in (a, b))
     for tile in specialized._PART_TILES:
         for n_parts in (2, 3, 5):
             plan = [specialized.Plan(*tile[:2], n_parts, 1, False)]
@@ -1142,7 +1142,7 @@ def test_every_tile_that_programs_share(specialized, tile, layout):
     a, b, bias = random_product(M, N, K, layout)
     wide = [x.double() for x in (a, b, bias)]
     expected, before = torch_matmul(*wide, "gelu"), torch_matmul(*wide)
-    a, b = (matmul_plan._aligned(x, 16) for x in (a, b))
+    a, b = (matmul_plan._aligned(x, 16)[0].squeeze(0) for x in (a, b))
     for plan in plans_that_share(specialized, tile, M, N, K, 1, 2, False):
         out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True, plan=[plan])
         assert_as_accurate_as_torch(out, torch_matmul(a, b, bias, "gelu"), expected, floor=1e-6)

@@ -1,6 +1,7 @@
 import importlib
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,6 +60,7 @@ def record_launches(monkeypatch):
 
 
 def force_online(monkeypatch, block_bytes=64):
+    monkeypatch.setattr(module, "hopper", SimpleNamespace(load=lambda name: None))
     # Not 0, which the tiles of strided rows are no fraction of.
     monkeypatch.setattr(module, "_ONE_BLOCK_COLS", 1)
     monkeypatch.setattr(module, "_block", lambda *args: None)

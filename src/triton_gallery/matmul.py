@@ -694,10 +694,11 @@ def matmul(
         store the values before the activation as well; the other activations are differentiated from the result.
         Gradients of any order are matrix products by the same kernels. Where a sum is cut into parts, as for small
         results of long sums, each part needs room for a copy of the result in the dtype of the sums. On Hopper programs
-        may share the last tiles of a large product, which takes up to 17 MiB, and single products copy matrices first
-        where that is quicker: in 16 bits those whose rows do not begin at multiples of 16 bytes (b also if its rows do,
-        but not at multiples of 32), in float32 both if they cannot be read 16 bytes at a time, and for TensorFloat-32
-        both unless they are dense along K. Under :class:`torch.autocast` a, b and bias are cast as torch casts them.
+        may share the last tiles of a large product, which takes up to 17 MiB, and products copy matrices first where
+        that is quicker: in 16 bits those whose rows do not begin at multiples of 16 bytes, and batches in which no one
+        stride leads from matrix to matrix; single products copy b also if its rows do, but not at multiples of 32, and
+        in float32 both if they cannot be read 16 bytes at a time, and for TensorFloat-32 both unless they are dense
+        along K. Under :class:`torch.autocast` a, b and bias are cast as torch casts them.
         AMD GPUs multiply float32 as it is. Hopper, for "highest", takes each number apart into three of bfloat16 and
         adds up the six products that float32 can show; of numbers below 1e-33 fewer bits count, and below 1e-40 none.
 

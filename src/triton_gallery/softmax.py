@@ -1269,12 +1269,13 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         together have 6 MiB, and the incoming gradient is 16-byte aligned, as are the distances from a row's end to the
         next row. On Hopper 8-byte aligned 16-bit rows of 14337 to 24576 and of 32769 to 49152 columns, if there are
         more of them than multiprocessors, are read twice, too, the second time mostly from the L1 cache.) On Hopper
-        longer 16-bit or float32 rows are read once, too, if there are two or more, with up to 8 MiB each (on an H200)
-        and at least 4 MiB together, if x is 16-byte aligned and so is the distance from a row's end to the next row:
-        they lie in parts on several multiprocessors, which exchange their maxima and sums. (Backward these are 4 MiB
-        each, down to an eighth of that where a row's length is no multiple of 16 bytes, if the incoming gradient is so
-        aligned and the numbers of x, of the result and of it are of one width.) Elsewhere a few rows of 128 KiB or more
-        are cut into parts that are read twice, so that they keep the whole GPU busy. Rows that are not dense in memory,
+        longer 16-bit or float32 rows are read once, too, if there are two or more, with up to 8 MiB each (on an H200),
+        if x is 16-byte aligned and so is the distance from a row's end to the next row (and where all rows together
+        have less than 4 MiB, the end of the last one): they lie in parts on several multiprocessors, which exchange
+        their maxima and sums. (Backward these are 4 MiB each, down to an eighth of that where a row's length is no
+        multiple of 16 bytes, if the incoming gradient is so aligned and the numbers of x, of the result and of it are
+        of one width.) Elsewhere a few rows of 32 KiB or more are cut into parts that are read twice, so that they keep
+        the whole GPU busy. Rows that are not dense in memory,
         as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
         float64, in the backward pass, and for rows that are dense and lie at uneven distances).
 

@@ -225,7 +225,7 @@ def _pointer_config(
         num_warps = 4
         if not is_wide:
             # Narrow loads are many: short steps leave the registers that their addresses need.
-            step_bytes, num_stages = 128 if block_n <= 64 else 64, 4
+            step_bytes, num_stages = 128 if block_n <= 64 < K else 64, 4
             if block_n == 64 and M > 64 and K <= 256:
                 block_m, step_bytes, num_warps = 128, 64, 8
         # The matrix unit takes 32 bytes of each row at a time.
@@ -372,7 +372,7 @@ def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list
         pointers_us = max(5 + tiles * 64 * 128 * 2 * K / 60e6, K / 22)
     else:
         rate = {2: 60e6, 4: 190e6}.get(align, 450e6)
-        pointers_us = max(2 * n_matrices * M * N * (K + 160) / rate, K / 80)
+        pointers_us = max(2 * n_matrices * M * N * (K + 160) / rate, K / (50 if align == 2 else 150))
     operations = 2 * n_matrices * cdiv(M, 128) * 128 * cdiv(N, 128) * 128 * (cdiv(K, 64) * 64 + 64)
     n_bytes = 2 * n_matrices * (M * K + K * N + M * N)
     copied = [
