@@ -45,9 +45,9 @@ _UNALIGNED_FWD = {0.5: 5, 1: 5, 2: 5, 4: 5}
 _UNALIGNED_BWD = {0.5: 5, 1: 5, 2: 5, 4: 12, 8: 12}
 # How much of a longer row one step of an online kernel reads: 16 bytes for each thread of 16 warps.
 _ONLINE_BLOCK_BYTES = 8 * 1024
-# Few rows of at least as many blocks are cut into parts; of more blocks where there are more than 18 rows: measured on
-# an H200.
-_MIN_STEPS_OF_PARTS = 4
+# Rows of at least as many blocks are cut into parts, if there are 72 at most, and the shorter ones the fewer there are,
+# down to a quarter: measured on an H200.
+_MIN_STEPS_OF_PARTS = 16
 # Blocks in one round of the loop over a part, forward; half of that backward, where each has two tensors.
 _PART_BLOCKS = 4
 # A float32 sum of thousands of numbers, one after another, loses digits: no lane adds up more of a part than this.
@@ -955,7 +955,7 @@ def _launch_rows(
 def _pays_in_parts(n_rows: int, n_cols: int, block_cols: int, device: torch.device) -> bool:
     """Whether a program for each row would leave multiprocessors idle for longer than a second launch takes."""
     n_steps = n_cols / block_cols
-    return 2 * n_rows <= num_multiprocessors(device) and n_steps >= _MIN_STEPS_OF_PARTS * max(1, n_rows / 18)
+    return 2 * n_rows <= num_multiprocessors(device) and n_steps >= _MIN_STEPS_OF_PARTS * max(0.25, n_rows / 72)
 
 
 def _launch_parts(

@@ -20,9 +20,8 @@ _STEPS = 2
 # cannot load 16 bytes at a time, of fewer.
 _MIN_ROW_BYTES = {2: 32 * 1024, 4: 48 * 1024}
 _MIN_ODD_ROW_BYTES = 8 * 1024
-# Where all rows together have fewer bytes than this, longer rows stay there as well, and no second kernel pays.
+# Where all rows together have fewer bytes, aligned rows of up to 96 KiB stay there as well, and no second kernel pays.
 _MIN_BYTES = 4 * 1024 * 1024
-_MIN_BYTES_OF_FEW_ROWS = 96 * 1024
 # The most parts of a row for each multiprocessor, which has room for three times as many.
 _MAX_PARTS = 4
 
@@ -290,7 +289,7 @@ def supported_rows(x: torch.Tensor, n_rows: int, n_cols: int, row_stride: int) -
     if (row_stride - n_cols) * size % 16 != 0 or x.data_ptr() % 16 != 0:
         return 0
     are_few = n_rows * row_bytes < _MIN_BYTES
-    if are_few and not odd and row_bytes <= _MIN_BYTES_OF_FEW_ROWS:
+    if are_few and not odd and row_bytes <= 2 * _MIN_ROW_BYTES[4]:
         return 0
     n_parts = _cut(x, n_cols, row_stride).n_parts
     if n_parts > _MAX_PARTS * num_multiprocessors(x.device):
