@@ -399,6 +399,18 @@ report_layouts.plot()
 report_layouts
 
 # %%
+# Alike, it is the simple kernel that runs. Of the rate of a copy of as many bytes we reach
+# :measured:`vector-add-layouts-fp16: triton_gallery / copy of as many bytes at row` where the second tensor is one row,
+# and :measured:`vector-add-layouts-fp16: triton_gallery / copy of as many bytes at transposed` where it is transposed.
+# torch's addition makes no squares and is left with :measured:`vector-add-layouts-fp16: torch / copy of as many bytes
+# at transposed` there. `torch.compile` writes a kernel for each of these sums, with tiles where they help. We are at
+# :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at transposed` its rate for the transposed tensor,
+# at :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at channels-last` where the channels come last,
+# and at no more than :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at odd-row` with rows of 8191
+# numbers. Of such rows hardly any two begin at the same place between multiples of 16 bytes, and our tiles move them
+# number by number.
+
+# %%
 # What is under way at the same time
 # ----------------------------------
 #

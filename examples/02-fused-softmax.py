@@ -1121,6 +1121,12 @@ report_few.plot()
 report_few
 
 # %%
+# Rows of 32000 stay in registers. Of the longer ones a single row takes two launches each way, and several take one. We
+# are at :measured:`softmax-few-bf16: triton_gallery / peers at 1×50257` the rate of the faster of the two others for
+# one row of GPT-2's vocabulary, at :measured:`softmax-few-bf16: triton_gallery / peers at 64×128256` for 64 rows of
+# Llama 3's, and nowhere below :measured:`softmax-few-bf16: triton_gallery / peers at worst`.
+
+# %%
 # What the compiler made of it
 # ----------------------------
 #

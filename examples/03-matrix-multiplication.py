@@ -1117,11 +1117,11 @@ reports["matmul-odd-fp16"]
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
-# it that this pays. Here that is from 1023 on, where our rate is :measured:`matmul-odd-fp16: triton_gallery /
-# torch.compile at 1023` its own. Beyond, it is a little ahead: we are at :measured:`matmul-odd-fp16: triton_gallery /
-# torch.compile at 2047` its rate at 2047³, at :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 4095` at
-# 4095³ and at :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 8191` at 8191³. The trial may come out
-# differently each time: in an earlier record it left 1023³ and 2047³ as they were, and was far behind there.
+# it that this pays. Here that is at 4095³, where our rate is :measured:`matmul-odd-fp16: triton_gallery / torch.compile
+# at 4095` its own, and at 8191³, where it is a little ahead and we are at :measured:`matmul-odd-fp16: triton_gallery /
+# torch.compile at 8191`. At 2047³, which it left as it was, we are at :measured:`matmul-odd-fp16: triton_gallery /
+# torch.compile at 2047`. The trial may come out differently each time: in an earlier record it padded 1023³ and 2047³
+# as well, and was a little ahead at 2047³.
 #
 # And a bias and GELU on the way out:
 
@@ -1148,7 +1148,7 @@ reports["matmul-gelu-fp16"]
 # small, so is what it does with each byte: most of these wait for memory. The first is none of them. Then follow the
 # scores of 16 heads, with the queries and keys as a model has them, the heads of one token side by side. No one stride
 # leads through all their matrices, which TMA would need, so the library copies them. (torch copies them, too.) And then
-# sizes that were not made for TMA: rows of 200 and of 1000 bytes, those of images in 197 pieces, and odd ones.
+# sizes that were not made for TMA: rows of 200, 1000 and 2000 bytes, those of images in 197 pieces, and odd ones.
 
 
 def draw_batch(size):
@@ -1194,6 +1194,22 @@ report_batches.plot()
 # %%
 
 report_batches
+
+# %%
+# The heads bring us to :measured:`matmul-batches-fp16: triton_gallery / peers at heads` the best other one, and pieces
+# of images to :measured:`matmul-batches-fp16: triton_gallery / peers at 768×197×64×197`. With an odd side of 2047 we
+# are at :measured:`matmul-batches-fp16: triton_gallery / torch at 8×2047×2047×2047` torch's rate, and at
+# :measured:`matmul-batches-fp16: triton_gallery / torch.compile at 8×2047×2047×2047` that of `torch.compile`, which
+# pads. The library does not copy matrices whose rows are short beside what the copies would cost: those of 100 numbers
+# are read in pieces of 8 bytes, and we are at :measured:`matmul-batches-fp16: triton_gallery / peers at
+# 1000×100×100×100`.
+#
+# Behind we are with sides of 129, at :measured:`matmul-batches-fp16: triton_gallery / peers at 64×129×129×129`, where
+# two copies and a product are three launches of next to no work, and with sides of 1000, at
+# :measured:`matmul-batches-fp16: triton_gallery / peers at 32×1000×1000×1000`. Every second row of those begins in the
+# middle of a sector. To copy one of the matrices or both made it no quicker when we tried (no record holds that). The
+# first batch, sixteen products that would each nearly fill the GPU, is at :measured:`matmul-batches-fp16:
+# triton_gallery / peers at 16×2048×2048×2048`.
 
 # %%
 # Products drawn by lot
