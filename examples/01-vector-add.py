@@ -338,18 +338,18 @@ report
 # not. Walking along the rows of :math:`x` jumps from row to row in :math:`y`, where each number then costs a trip for
 # the 32 bytes around it. Walking along the columns does the same to :math:`x` and to the sum. The way out is to own a
 # square: the 64 rows and 64 columns of a *tile* hold whole pieces of memory of both, and each tensor can be read along
-# its own neighbours. The numbers meet in the kernel. That they then lie with other lanes than they should is for the
-# compiler to see, which exchanges them by way of shared memory.
+# its own neighbours. They then lie with different lanes; the compiler sees that, and exchanges them by way of shared
+# memory.
 
 # quote: triton_gallery.vector_add._load_tile
 # quote: triton_gallery.vector_add._add_strided_kernel
 
 # %%
 # One of a tile's dimensions is that of the sum's neighbours. The other is that of the neighbours in :math:`x` or
-# :math:`y`, if they are elsewhere, and otherwise the longest that is left. All other dimensions are in the program's
-# number, from which each index is peeled off by a division: one for a program, where a kernel with a flat block would
-# divide for each element. And a tensor that repeats a number along a tile, as a bias does for each row, is loaded as
-# the row or column that it is.
+# :math:`y`, if they are elsewhere and both dimensions have 32 elements or more, and otherwise the longest that is left.
+# All other dimensions are in the program's number, from which each index is peeled off by a division: one for a
+# program, where a kernel with a flat block would divide for each element. And a tensor that repeats a number along a
+# tile, as a bias does for each row, is loaded as the row or column that it is.
 
 
 def draw(*shape):
@@ -366,6 +366,11 @@ layouts = {
     "odd-row": lambda: (draw(8192, 8191), draw(8191)),
     "odd-transposed": lambda: (draw(8191, 8193), draw(8193, 8191).T),
 }
+
+# %%
+# The second of these tensors is, in turn, one like the first, a row or a column for all, a transposed one, one whose
+# heads and tokens have changed places, and an image whose channels lie side by side. Then sizes are odd. What counts
+# are the bytes of both tensors as they lie in memory, and of their sum.
 
 
 @tg.benchmark.perf_report(
@@ -407,16 +412,15 @@ report_layouts
 # :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at transposed` its rate for the transposed tensor,
 # at :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at channels-last` where the channels come last,
 # and at no more than :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at odd-row` with rows of 8191
-# numbers. Of such rows hardly any two begin at the same place between multiples of 16 bytes, and our tiles move them
-# number by number.
+# numbers. Of such rows one in eight begins at a multiple of 16 bytes, and our tiles move them number by number.
 
 # %%
 # What is under way at the same time
 # ----------------------------------
 #
-# How much of that rate is due to the many programs, and how much to the size of their blocks? We go back to the start
-# and climb once more, in steps. All versions move the same 12 bytes per element. They differ in how many bytes are
-# *under way*, asked for and not yet there, and that decides how fast bytes arrive:
+# How much of the rate of large vectors is due to the many programs, and how much to the size of their blocks? We go
+# back to the start and climb once more, in steps. All versions move the same 12 bytes per element. They differ in how
+# many bytes are *under way*, asked for and not yet there, and that decides how fast bytes arrive:
 #
 # .. math:: \text{rate} = \frac{\text{bytes under way}}{\text{time of one trip}}
 #

@@ -447,10 +447,10 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 # `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64 and 49152 of 16 bits that can be
 # loaded four at a time, stay in registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the
 # kernel with the chunks takes the place of both for 16-bit rows of more than 16384 columns and float32 rows of more
-# than 12288, if all together have 4 MiB, for longer ones than 96 KiB even if they have less, and for unaligned rows of
-# 16 bits and over 8 KiB, if rows lie in memory as it needs. Other kernels serve rows that are not dense, as the classes
-# of an image's pixels are not, or that lie at uneven distances, and rows that are few and long. Sections below tell of
-# them.
+# than 12288, if all together have 4 MiB, for those of more than 96 KiB even if they have less, and for unaligned rows
+# of 16 bits and over 8 KiB, if rows lie in memory as it needs. Other kernels serve rows that are not dense, as the
+# classes of an image's pixels are not, or that lie at uneven distances, and rows that are few and long. Sections below
+# tell of them.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -1012,15 +1012,15 @@ report_short
 # has looked into the mailboxes 8192 times in vain takes the statistics of all parts itself. That is slow, and should
 # never happen; there is a test that starts only some of the programs.
 #
-# The library takes this one launch for two rows or more of over 52 KiB (of over 96 KiB, if they are aligned and all of
-# them together have less than 4 MiB), if a row has no more than four parts for each multiprocessor. With 16 KiB in each
-# and 132 multiprocessors, that ends a little beyond 8 MiB; the gradient's rows may have a little more than 4 MiB. Two
-# launches are for these:
+# The library takes this one launch for two rows or more of over 52 KiB, if a row has no more than four parts for each
+# multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a little beyond 8 MiB; the gradient's rows may
+# have a little more than 4 MiB. (Forward, where all rows together have less than 4 MiB, it takes those of over 96 KiB,
+# and unaligned ones of 16 bits, and the last of them has to end at a multiple of 16 bytes.) Two launches are for these:
 #
 # - of few rows, at most one for every two multiprocessors, those of 32 KiB or more (beyond 18 rows more, up to 117 KiB
 #   at 66) that neither registers nor the one launch take: a single row, rows of less than 4 MiB together whose last one
-#   does not end at a multiple of 16 bytes, longer rows, float64, a matrix that does not begin at such a multiple or in
-#   which the distance from a row's end to the next row is none, other GPUs
+#   does not end as it should, longer rows, float64, a matrix that does not begin at a multiple of 16 bytes or in which
+#   the distance from a row's end to the next row is no such multiple, other GPUs
 # - rows across memory of more than 2048 columns, or 1024 in float64 and in the gradient
 # - dense rows of more than 1024 that lie at uneven distances, as in a slice of each matrix of a batch
 #
@@ -1083,7 +1083,8 @@ report_long
 # :measured:`softmax-long-fp16: triton_gallery / torch.compile at 1×16777216` its rate.
 #
 # Last, the rows of one step of a language model that writes: one for each of the texts that it works on, each as long
-# as the vocabulary. They have so few bytes that starting and meeting take most of the time. Both passes:
+# as the vocabulary. Most of these have so few bytes that, we think, starting and meeting take more time than they do.
+# Both passes:
 
 
 @tg.benchmark.perf_report(
@@ -1095,6 +1096,7 @@ report_long
         line_names=["triton_gallery", "torch", "torch.compile"],
         xlabel="rows × columns",
         ylabel="GB/s",
+        y_log=True,
         plot_name="softmax-few-bf16",
         args={},
     ),
@@ -1121,10 +1123,11 @@ report_few.plot()
 report_few
 
 # %%
-# Rows of 32000 stay in registers. Of the longer ones a single row takes two launches each way, and several take one. We
-# are at :measured:`softmax-few-bf16: triton_gallery / peers at 1×50257` the rate of the faster of the two others for
-# one row of GPT-2's vocabulary, at :measured:`softmax-few-bf16: triton_gallery / peers at 64×128256` for 64 rows of
-# Llama 3's, and nowhere below :measured:`softmax-few-bf16: triton_gallery / peers at worst`.
+# Rows of 32000 stay in registers. Of the longer ones a single row takes two launches each way, and several take one,
+# behind the small one that empties the mailboxes. We are at :measured:`softmax-few-bf16: triton_gallery / peers at
+# 1×50257` the rate of the faster of the two others for one row of GPT-2's vocabulary, at :measured:`softmax-few-bf16:
+# triton_gallery / peers at 64×128256` for 64 rows of Llama 3's, and nowhere below :measured:`softmax-few-bf16:
+# triton_gallery / peers at worst`.
 
 # %%
 # What the compiler made of it
@@ -1183,7 +1186,7 @@ tg.codegen.listing(tg.softmax, x)
 # What we saw
 # -----------
 
-for each in (report, report_backward, report_log, report_across, report_short, report_long):
+for each in (report, report_backward, report_log, report_across, report_short, report_long, report_few):
     print(each.summary())
 
 # %%

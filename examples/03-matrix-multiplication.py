@@ -427,9 +427,9 @@ def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
 # - `tl.max_contiguous(tl.multiple_of(...))` is a promise. The compiler joins loads into wide ones only if it can prove
 #   that addresses follow each other, and wrapping round hides that. If a size is a multiple of 16, which the launcher
 #   says with `ALIGN_M` and `ALIGN_N`, runs of 16 stay whole. Without the promise each number of :math:`B` is loaded by
-#   itself. Sizes that are multiples of 2, 4 or 8 alone leave loads of 4, 8 or 16 bytes in 16-bit matrices. There the
-#   compiler sees nothing, as it looks at each size and stride for a multiple of 16, and `BYTES` says it for all
-#   addresses of a tile.
+#   itself. Sizes that are multiples of 2, 4 or 8, but not of 16, still allow loads of 4, 8 or 16 bytes in 16-bit
+#   matrices. The compiler does not see that, as it looks at each size and stride for a multiple of 16 alone. So `BYTES`
+#   says it of the addresses, and `ALIGN_K` of the place where :math:`K` ends.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
 #   is, without the matrix unit on NVIDIA's GPUs, "tf32" lets the matrix unit take 10 bits of the inputs' mantissas,
@@ -1121,7 +1121,7 @@ reports["matmul-odd-fp16"]
 # at 4095` its own, and at 8191³, where it is a little ahead and we are at :measured:`matmul-odd-fp16: triton_gallery /
 # torch.compile at 8191`. At 2047³, which it left as it was, we are at :measured:`matmul-odd-fp16: triton_gallery /
 # torch.compile at 2047`. The trial may come out differently each time: in an earlier record it padded 1023³ and 2047³
-# as well, and was a little ahead at 2047³.
+# as well, and was a little ahead at 2047³ and 4095³.
 #
 # And a bias and GELU on the way out:
 
@@ -1144,11 +1144,12 @@ reports["matmul-gelu-fp16"]
 # Batches
 # -------
 #
-# A batch is many products of one shape. Its tiles fill the GPU, however small each product is, and where a product is
-# small, so is what it does with each byte: most of these wait for memory. The first is none of them. Then follow the
-# scores of 16 heads, with the queries and keys as a model has them, the heads of one token side by side. No one stride
-# leads through all their matrices, which TMA would need, so the library copies them. (torch copies them, too.) And then
-# sizes that were not made for TMA: rows of 200, 1000 and 2000 bytes, those of images in 197 pieces, and odd ones.
+# A batch is many products of one shape. Enough of them fill the GPU, however small each is. Here large ones come first,
+# and then the scores of 16 heads, with the queries and keys as a model has them, the heads of one token side by side.
+# No one stride leads through all their matrices, which TMA would need, so the library copies them. (torch copies them,
+# too.) Then 2048 products of 128³, which wait for memory, and less convenient sizes: rows of 200 and 1000 bytes, which
+# TMA cannot address, rows of 2000, of which every second one begins in the middle of a sector, attention over images in
+# 197 pieces, and odd sides.
 
 
 def draw_batch(size):
@@ -1200,8 +1201,8 @@ report_batches
 # of images to :measured:`matmul-batches-fp16: triton_gallery / peers at 768×197×64×197`. With an odd side of 2047 we
 # are at :measured:`matmul-batches-fp16: triton_gallery / torch at 8×2047×2047×2047` torch's rate, and at
 # :measured:`matmul-batches-fp16: triton_gallery / torch.compile at 8×2047×2047×2047` that of `torch.compile`, which
-# pads. The library does not copy matrices whose rows are short beside what the copies would cost: those of 100 numbers
-# are read in pieces of 8 bytes, and we are at :measured:`matmul-batches-fp16: triton_gallery / peers at
+# pads. The library does not copy where that would take longer than it saves: rows of 100 numbers are read in pieces of
+# 8 bytes, and we are at :measured:`matmul-batches-fp16: triton_gallery / peers at
 # 1000×100×100×100`.
 #
 # Behind we are with sides of 129, at :measured:`matmul-batches-fp16: triton_gallery / peers at 64×129×129×129`, where

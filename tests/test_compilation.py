@@ -502,6 +502,15 @@ def test_rows_and_vectors_of_any_length_are_moved_16_bytes_at_a_time(lengths):
             assert kernel.load_bits == kernel.store_bits == 128, kernel
 
 
+def test_products_of_even_sizes_are_read_as_wide_as_those_allow():
+    bits = {102: 32, 100: 64, 104: 128}
+    pairs = [[_tensor((8, n, n), F16) for _ in "ab"] for n in bits]
+    pairs = [pair for a, b in pairs for pair in ((a, b), (a, b.mT), (a.mT, b))]
+    calls = [(triton_gallery.matmul, pair, {}, False) for pair in pairs]
+    for (a, _), (kernels,) in zip(pairs, codegen._compile(codegen._pack(calls, ("sm_80",))), strict=True):
+        assert [kernel.load_bits for kernel in kernels] == [bits[len(a[0])]]
+
+
 def attention_that_repeats(*args, **kwargs):
     torch.use_deterministic_algorithms(True)
     return triton_gallery.attention(*args, **kwargs)

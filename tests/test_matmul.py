@@ -280,8 +280,9 @@ def test_configs_are_few():
 
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("N", [16, 64, 128, 256, 512, 1024, 1536, 4096, 6144, 11008, 14336, 32000])
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("along_k", [False, True])
-def test_plans_on_hopper_are_few(along_k, N, K):
+def test_plans_on_hopper_are_few(along_k, is_wide, N, K):
     """Whatever the number of rows, ten compilations of all kernels together."""
     meta = torch.device("meta")
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
@@ -291,7 +292,7 @@ def test_plans_on_hopper_are_few(along_k, N, K):
             *tile, n_parts, _, _ = specialized._plan(M, N, K, 1, 2, False, True, meta)
             compiled["specialized" if n_parts == 1 else "parts"].add(tuple(tile))
         else:
-            n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, True, 1, 2, meta)
+            n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, is_wide, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
     assert len(compiled["pointer"]) <= 4 and len(compiled["specialized"]) <= 6 and len(compiled["parts"]) <= 4
     assert sum(map(len, compiled.values())) <= 10
@@ -504,9 +505,11 @@ def test_which_batches_are_copied_for_tma():
     assert not pays(meta(8, 47, 2047), meta(8, 2047, 2047))
     assert pays(meta(64, 500, 500), meta(64, 500, 500))
     assert not pays(meta(1000, 100, 100), meta(1000, 100, 100))
+    assert pays(meta(64, 129, 129), meta(64, 129, 129)) and not pays(meta(16, 129, 129), meta(16, 129, 129))
     heads, keys = meta(4, 2048, 32, 128).transpose(1, 2), meta(4, 2048, 32, 128).permute(0, 2, 3, 1)
     assert pays(heads, keys)
-    assert not pays(meta(4, 32, 2048, 2048), heads)  # of a large matrix for each head, only the heads were copied
+    # The large matrices lie well; to copy the heads takes longer than it saves.
+    assert not pays(meta(4, 32, 2048, 2048), heads)
     assert not pays(meta(2, 500, 0), meta(2, 0, 500))
 
 

@@ -459,8 +459,16 @@ def test_parts_of_long_rows(op, dtype, path, device, monkeypatch):
 @OPS
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 def test_few_long_rows_of_a_vocabulary(op, dtype, device):
-    for n_rows, n_cols in ((1, 128_256), (7, 151_937), (66, 131_072), (1, 20_000_001)):
+    for n_rows, n_cols in ((1, 128_256), (7, 151_937), (8, 50_257), (3, 60_000), (66, 131_072), (1, 20_000_001)):
         check(op, torch.randn(n_rows, n_cols, device=device).mul(3).to(dtype))
+
+
+def test_fewer_rows_are_cut_into_parts_the_shorter_they_are():
+    def shortest(n_rows):
+        return min(n for n in range(1, 40) if module._pays_in_parts(n_rows, 4096 * n, 4096, torch.device("meta")))
+
+    assert [shortest(n) for n in (1, 18, 36, 66)] == [4, 4, 8, 15]
+    assert not module._pays_in_parts(67, 10**7, 4096, torch.device("meta"))
 
 
 @pytest.mark.parametrize("n_cols", [70_003, pytest.param(3_000_003, marks=pytest.mark.gpu)])

@@ -133,7 +133,9 @@ def _function_digest(text: str, function: str, src: Path) -> str | None:
 def page_of(record: dict) -> str | None:
     """The page or chapter that holds a record's benchmark, as ``make record PAGE=`` names it."""
     function = f"def {record['inputs'].partition('(')[0]}("
-    return next((name for name, text in measuring().items() if function in text), None)
+    pages = {name: text for name, text in measuring().items() if function in text}
+    # Two pages may name a function alike; but a name may be put together on the page.
+    return next((name for name, text in pages.items() if record["benchmark"] in text), next(iter(pages), None))
 
 
 def outdated(names: str = "*") -> Iterator[str]:

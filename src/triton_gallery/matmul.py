@@ -120,8 +120,8 @@ def _matmul_kernel(
     ALIGN_M: tl.constexpr = 1,  # M is a multiple of this
     ALIGN_N: tl.constexpr = 1,
     ALIGN_K: tl.constexpr = 1,
-    BYTES: tl.constexpr = None,  # of a and b, what lies side by side begins at multiples of so many bytes
-    A_ALONG_K: tl.constexpr = True,
+    BYTES: tl.constexpr = None,  # pieces of a and b begin at multiples of so many bytes, unless the compiler sees it
+    A_ALONG_K: tl.constexpr = True,  # whether neighbours in memory are neighbours along K
     B_ALONG_K: tl.constexpr = True,
     MATRIX_AXIS: tl.constexpr = 1,  # the grid's axis that counts matrices; the other one counts tiles
     ACTIVATION: tl.constexpr = None,
@@ -311,7 +311,10 @@ def _config(
 
 
 def load_width(x: torch.Tensor) -> int:
-    """How many neighbours in memory can be read at once: the power of 2, up to 16, that divides lengths and strides."""
+    """The largest power of 2, up to 16, that divides all lengths and strides.
+
+    So many neighbours in memory can be read together, as far as 16 bytes go.
+    """
     inner = -1 if x.stride(-1) == 1 else -2
     if x.stride(inner) != 1 or x.data_ptr() % 16 != 0:
         return 1
@@ -554,7 +557,8 @@ def launch_tiles(
         batch[0], *batch[1],
         **config,
         EVEN_K=K % config["BLOCK_K"] == 0,
-        # Only where a runs along M, and b along N, do wide loads need to know of what these are multiples.
+        # Only where a runs along M, and b along N, do wide loads need to know of what these are multiples. Narrower
+        # ones need it of K, where masks cut them, and stores of N.
         ALIGN_M=multiple(M) if a.stride(-2) == 1 else 1,
         ALIGN_N=multiple(N) if b.stride(-1) == 1 or hints else 1,
         ALIGN_K=multiple(K) if hints else 1,

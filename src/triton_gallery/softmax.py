@@ -45,8 +45,8 @@ _UNALIGNED_FWD = {0.5: 5, 1: 5, 2: 5, 4: 5}
 _UNALIGNED_BWD = {0.5: 5, 1: 5, 2: 5, 4: 12, 8: 12}
 # How much of a longer row one step of an online kernel reads: 16 bytes for each thread of 16 warps.
 _ONLINE_BLOCK_BYTES = 8 * 1024
-# Rows of at least as many blocks are cut into parts, if there are 72 at most, and the shorter ones the fewer there are,
-# down to a quarter: measured on an H200.
+# 72 rows of at least so many blocks are cut into parts; of fewer rows proportionally shorter ones, too, down to a
+# quarter of that: measured on an H200. (More rows than half the multiprocessors are not cut.)
 _MIN_STEPS_OF_PARTS = 16
 # Blocks in one round of the loop over a part, forward; half of that backward, where each has two tensors.
 _PART_BLOCKS = 4
@@ -1274,10 +1274,10 @@ def softmax(x: torch.Tensor, dim: int = -1, *, dtype: torch.dtype | None = None)
         have less than 4 MiB, the end of the last one): they lie in parts on several multiprocessors, which exchange
         their maxima and sums. (Backward these are 4 MiB each, down to an eighth of that where a row's length is no
         multiple of 16 bytes, if the incoming gradient is so aligned and the numbers of x, of the result and of it are
-        of one width.) Elsewhere a few rows of 32 KiB or more are cut into parts that are read twice, so that they keep
-        the whole GPU busy. Rows that are not dense in memory,
-        as with any dim but the last, are read where they lie, in tiles, and twice beyond 2048 columns (1024 for
-        float64, in the backward pass, and for rows that are dense and lie at uneven distances).
+        of one width.) Of the others, a few rows of 32 KiB or more are cut into parts that are read twice, to keep the
+        whole GPU busy. Rows that are not dense in memory, as with any dim but the last, are read where they lie, in
+        tiles, and twice beyond 2048 columns (1024 for float64, in the backward pass, and for rows that are dense and
+        lie at uneven distances).
 
     Example:
         >>> import torch, triton_gallery
