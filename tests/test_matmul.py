@@ -16,7 +16,7 @@ from triton_gallery import hopper
 from triton_gallery._launch import cdiv, collapse, is_hopper, launch, num_multiprocessors
 from triton_gallery.hopper import matmul_plan
 from triton_gallery.hopper.matmul import can_address
-from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel, _multiply, launch_tiles
+from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel, _multiply, common_width, launch_tiles
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -492,6 +492,12 @@ def test_batches_match_torch_whatever_the_plan(name, layout):
         assert_matches_torch(a.clone(), b.clone(), random(b.shape[-1], dtype=torch.float16) * 20, "gelu")
 
 
+def test_a_narrow_matrix_leaves_a_wide_one_its_loads():
+    wide, narrow = torch.empty(64, 64, device="meta"), torch.empty(64, 10, device="meta")
+    assert common_width(wide, narrow) == 1 and common_width(narrow, narrow) == 2 and common_width(wide, wide) == 16
+    assert common_width(wide, torch.empty(64, 12, device="meta")) == 4
+
+
 def test_which_batches_are_copied_for_tma():
     def pays(a, b):
         batch = collapse(a.shape[:-2], a.stride()[:-2], b.stride()[:-2])
@@ -511,6 +517,10 @@ def test_which_batches_are_copied_for_tma():
     # The large matrices lie well; to copy the heads takes longer than it saves.
     assert not pays(meta(4, 32, 2048, 2048), heads)
     assert not pays(meta(2, 500, 0), meta(2, 0, 500))
+    # The copies would have 42 GB, for factors and a result of less than 1 GB.
+    assert not pays(
+        meta(100, 1, 128, 8191).expand(100, 100, 128, 8191), meta(1, 100, 8191, 128).expand(100, -1, -1, -1)
+    )
 
 
 @pytest.mark.gpu

@@ -322,6 +322,12 @@ def load_width(x: torch.Tensor) -> int:
     return math.gcd(16, x.shape[inner], x.stride(-3 - inner), *batch_strides)
 
 
+def common_width(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The narrower of both; 1 where a matrix that can be read in the widest loads would be read two by two."""
+    widths = load_width(a), load_width(b)
+    return 1 if set(widths) == {2, 16} else min(widths)
+
+
 def loads_are_wide(x: torch.Tensor) -> bool:
     """Whether neighbours can be read 16 bytes at a time, and the compiler sees it: it looks for multiples of 16."""
     return load_width(x) == 16
@@ -537,7 +543,7 @@ def launch_tiles(
     n_matrices = out.numel() // (M * N)
     way = dot_precision(a, reduced)
     # What the compiler does not see by itself.
-    align = min(load_width(a), load_width(b)) if a.element_size() <= 2 else 1
+    align = common_width(a, b) if a.element_size() <= 2 else 1
     hints = {}
     if 1 < align < 16:
         hints = dict(BYTES=align * a.element_size(), A_ALONG_K=a.stride(-1) == 1, B_ALONG_K=b.stride(-2) == 1)

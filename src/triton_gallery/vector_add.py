@@ -168,6 +168,9 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     strides = (t.expand(out.shape).permute(order).stride() for t in (x, y, out))
     shape, strides = collapse(out.permute(order).shape, *strides)
     shape, (x_strides, y_strides, out_strides), (block_0, block_1, num_warps) = _tile(shape, strides)
+    if block_0 * block_1 < 128 and n_elements >= 2**20:
+        # Many short dimensions would leave programs next to nothing: they are put in order first.
+        return _add(*(torch.empty_like(out, dtype=t.dtype).copy_(t.expand(out.shape)) for t in (x, y)), alpha)
     if out.dtype == torch.bool:
         # Or, whatever the number: x + alpha * y would be 0 for True, True and -1.
         alpha = bool(alpha)
@@ -205,8 +208,13 @@ def _tile(
         second = max(others, key=lambda d: shape[d])
         block_0 = min(256 if shape[second] > 1 else 1024, next_power_of_2(shape[0]))
         tile = block_0, min(2048 // block_0, next_power_of_2(shape[second])), 4
+    # The kernel adds a block to a size to count its tiles, and 2**31 has no place among 32 bits.
+    blocks = [
+        block if 2**31 - n > block or n >= 2**31 else 1 << ((2**31 - n).bit_length() - 1)
+        for block, n in zip(tile, (shape[0], shape[second]), strict=False)
+    ]
     order = 0, second, *(d for d in others if d != second)
-    return tuple(shape[d] for d in order), [tuple(s[d] for d in order) for s in strides], tile
+    return tuple(shape[d] for d in order), [tuple(s[d] for d in order) for s in strides], (*blocks, tile[2])
 
 
 def _repeats(strides: tuple[int, ...]) -> tuple[bool, bool]:

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .._launch import cdiv, collapse, launch, next_power_of_2, num_multiprocessors, pdl, scratch
 from .._tuning import is_tuning, run_quickest
-from ..matmul import FLOAT8, _activate, launch_tiles, load_width, loads_are_wide
+from ..matmul import FLOAT8, _activate, common_width, launch_tiles, loads_are_wide
 from . import load
 from .matmul import can_address, is_transposed
 
@@ -374,7 +374,7 @@ def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list
     (M, K), N = a.shape[-2:], b.shape[-1]
     if min(M, N) < 64 or K == 0:
         return False
-    align = min(load_width(a), load_width(b))
+    align = common_width(a, b)
     if align == 1:
         tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
         pointers_us = max(5 + tiles * 64 * 128 * 2 * K / 60e6, K / 22)
@@ -383,12 +383,14 @@ def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list
         pointers_us = max(2 * n_matrices * M * N * (K + 160) / rate, K / (50 if align == 2 else 150))
     operations = 2 * n_matrices * cdiv(M, 128) * 128 * cdiv(N, 128) * 128 * (cdiv(K, 64) * 64 + 64)
     n_bytes = 2 * n_matrices * (M * K + K * N + M * N)
-    copied = [
-        math.prod((*sizes, *_copied_shape(x)))
-        for x, (sizes, strides) in zip((a, b), batches, strict=True)
-        if not _is_aligned(x, 16, sizes, strides)
-    ]
-    return pointers_us > max(operations / 500e6, n_bytes / 3.4e6) + 10 + 4 * sum(copied) / 3e6
+    n_copied, n_read = 0, 0
+    for x, (sizes, strides) in zip((a, b), batches, strict=True):
+        n_read += x.shape[-2:].numel() * math.prod(n for n, stride in zip(sizes, strides, strict=True) if stride != 0)
+        if not _is_aligned(x, 16, sizes, strides):
+            n_copied += math.prod((*sizes, *_copied_shape(x)))
+    if n_copied > 2 * (n_read + n_matrices * M * N):
+        return False  # of matrices that serve several products each there would be a copy for every one
+    return pointers_us > max(operations / 500e6, n_bytes / 3.4e6) + 10 + 4 * n_copied / 3e6
 
 
 def _by_pointers(
@@ -413,7 +415,7 @@ def _by_rules(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> 
     (M, N), K = out.shape[-2:], a.shape[-1]
     n_matrices = out.numel() // (M * N)
     tma, specialized = load("matmul"), load("matmul_specialized")
-    align = min(load_width(a), load_width(b))
+    align = common_width(a, b)
     if tma.supports(a, b, batch) and (specialized or tma.can_store(out)):
         if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or (align < 16 and min(M, N) >= 64):
             _by_tma(None, a, b, bias, out, pre, activation, reduced, batch)
