@@ -109,6 +109,7 @@ for number in plt.get_fignums():
 """
 
 
+@pytest.mark.slow
 @these(PAGES[2])
 def test_page_draws_its_figures_where_nothing_is_measured(page, tmp_path):
     """Who changes kernels has no records of them, and builds the site all the same."""

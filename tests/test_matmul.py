@@ -280,7 +280,7 @@ def test_configs_are_few():
 
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("N", [16, 64, 128, 256, 512, 1024, 1536, 4096, 6144, 11008, 14336, 32000])
-@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("is_wide", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("along_k", [False, True])
 def test_plans_on_hopper_are_few(along_k, is_wide, N, K):
     """Whatever the number of rows, ten compilations of all kernels together."""
