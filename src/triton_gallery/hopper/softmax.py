@@ -20,8 +20,8 @@ _STEPS = 2
 # cannot load 16 bytes at a time, of fewer.
 _MIN_ROW_BYTES = {2: 32 * 1024, 4: 48 * 1024}
 _MIN_ODD_ROW_BYTES = 8 * 1024
-# Where all rows together have fewer bytes, so do rows of up to 96 KiB, other than unaligned ones of 16 bits; and only
-# rows that have one part, of those, leave the last one to a second kernel.
+# Where all rows together have fewer bytes, rows of up to 96 KiB stay there, too, other than unaligned ones of 16 bits.
+# Of the others only unaligned rows of one part leave the last row to a second kernel.
 _MIN_BYTES = 4 * 1024 * 1024
 # The most parts of a row for each multiprocessor, which has room for three times as many.
 _MAX_PARTS = 4
