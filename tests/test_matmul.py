@@ -16,7 +16,7 @@ from triton_gallery import hopper
 from triton_gallery._launch import cdiv, collapse, is_hopper, launch, num_multiprocessors
 from triton_gallery.hopper import matmul_plan
 from triton_gallery.hopper.matmul import can_address
-from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel, _multiply, common_width, launch_tiles
+from triton_gallery.matmul import _config, _grouped_tile, _matmul_kernel, _multiply, launch_tiles
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -283,19 +283,19 @@ def test_configs_are_few():
 @pytest.mark.parametrize("is_wide", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("along_k", [False, True])
 def test_plans_on_hopper_are_few(along_k, is_wide, N, K):
-    """Whatever the number of rows, ten compilations of all kernels together."""
+    """Whatever the number of rows, twelve compilations of all kernels together."""
     meta = torch.device("meta")
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     compiled = {"pointer": set(), "specialized": set(), "parts": set()}
     for M in (*range(1, 18), *range(31, 300, 16), *range(300, 5000, 180), 8192, 9000, 16384):
         if matmul_plan._is_large(M, N, K, 1, 2, meta):
-            *tile, n_parts, _, _ = specialized._plan(M, N, K, 1, 2, False, True, meta)
+            *tile, n_parts, _, _ = specialized._plan(M, N, K, 1, 2, False, (1, 1), meta)
             compiled["specialized" if n_parts == 1 else "parts"].add(tuple(tile))
         else:
             n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, is_wide, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
-    assert len(compiled["pointer"]) <= 4 and len(compiled["specialized"]) <= 6 and len(compiled["parts"]) <= 4
-    assert sum(map(len, compiled.values())) <= 10
+    assert len(compiled["pointer"]) <= 4 and len(compiled["specialized"]) <= 9 and len(compiled["parts"]) <= 5
+    assert sum(map(len, compiled.values())) <= 12
 
 
 @pytest.mark.parametrize("K", [1, 17, 130, 2000, 4097, 8200, 16400])
@@ -306,8 +306,8 @@ def test_there_is_a_plan_on_hopper_for_every_shape(K):
         for along_k in (False, True):
             n_parts, _ = matmul_plan._pointer_config(M, N, K, along_k, True, 1, 2, meta)
             assert n_parts == 1 or K % (16 * n_parts) == 0
-        for itemsize, partial_sums, whole_sectors in ((2, False, False), (2, False, True), (1, True, False)):
-            assert specialized._plan(M, N, K, 1, itemsize, partial_sums, whole_sectors, meta).n_parts >= 1
+        for itemsize, partial_sums, lines in ((2, False, (1.875, 1)), (2, False, (1, 1)), (1, True, (1.5, 1.75))):
+            assert specialized._plan(M, N, K, 1, itemsize, partial_sums, lines, meta).n_parts >= 1
 
 
 def test_row_counts_share_compilations():
@@ -493,9 +493,13 @@ def test_batches_match_torch_whatever_the_plan(name, layout):
 
 
 def test_a_narrow_matrix_leaves_a_wide_one_its_loads():
-    wide, narrow = torch.empty(64, 64, device="meta"), torch.empty(64, 10, device="meta")
-    assert common_width(wide, narrow) == 1 and common_width(narrow, narrow) == 2 and common_width(wide, wide) == 16
-    assert common_width(wide, torch.empty(64, 12, device="meta")) == 4
+    def widest(*shapes):
+        a, b = (torch.empty(shape, device="meta", dtype=torch.float16) for shape in shapes)
+        (kernel,) = tg.codegen.inspect(tg.matmul, a, b, targets="sm_90").kernels
+        return kernel.load_bits
+
+    assert widest((96, 96), (96, 10)) == widest((50, 514), (514, 1024)) == widest((50, 97), (97, 1024)) == 128
+    assert widest((96, 10), (10, 10)) == 32
 
 
 def test_which_batches_are_copied_for_tma():
@@ -1131,19 +1135,25 @@ def test_every_tile_of_parts_that_do_not_divide_k(specialized, layout):
             assert all(torch.equal(run_tma(specialized, a, b, bias, "gelu", plan=plan)[0], out) for _ in range(5))
 
 
-# Sizes for which the tile has more than one round, and the last one few.
-SHARED = {0: (2304, 2240, 2056), 1: (2112, 1560, 2200), 2: (2176, 1023, 2056), 3: (2176, 1303, 2056)}
+# For each tile sizes of more than one round, of which the last one has few.
+SHARED = {
+    (2, 256): (2304, 2240, 2056),
+    (3, 192): (2112, 2493, 2056),
+    (2, 192): (2176, 1531, 2056),
+    (3, 128): (2112, 1560, 2200),
+    (2, 128): (2176, 1023, 2056),
+    (3, 96): (2112, 1243, 2056),
+    (2, 96): (2176, 763, 2056),
+}
 
 
 def plans_that_share(specialized, tile, *sizes):
     """All with this tile, of which two to four programs divide rows or K; tiles of two blocks of columns only rows."""
     if num_multiprocessors(DEVICE) != 132:
         pytest.skip("the sizes are for 132 multiprocessors")
-    n_consumers, n_cols = specialized._TILES[tile][:2]
-    plans = [plan for plan in specialized.plans(*sizes, DEVICE) if plan[:2] == (n_consumers, n_cols)]
-    plans = [plan for plan in plans if plan.n_sharing > 1]
-    along_k = [(2, False), (3, False), (4, False)] if n_cols.bit_count() == 1 else []
-    assert [plan[3:] for plan in plans] == [(n_consumers, True), *along_k]
+    plans = [plan for plan in specialized.plans(*sizes, DEVICE) if plan[:2] == tile and plan.n_sharing > 1]
+    along_k = [(2, False), (3, False), (4, False)] if tile[1].bit_count() == 1 else []
+    assert [plan[3:] for plan in plans] == [(tile[0], True), *along_k]
     return plans
 
 
@@ -1164,7 +1174,9 @@ def test_every_tile_that_programs_share(specialized, tile, layout):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tile", "reduced"), [(1, False), (1, True), (2, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("tile", "reduced"), [((3, 128), False), ((3, 128), True), ((2, 128), False), ((2, 128), True), ((2, 192), True)]
+)
 def test_every_tile_that_programs_share_in_float8(specialized, tile, reduced):
     M, N, K = SHARED[tile][0], SHARED[tile][1] // 8 * 8, 2 * SHARED[tile][2] // 16 * 16
     a, b = random(M, K).to(torch.float8_e4m3fn), random(N, K).to(torch.float8_e5m2).t()
@@ -1178,7 +1190,7 @@ def test_every_tile_that_programs_share_in_float8(specialized, tile, reduced):
 def test_shared_tiles_on_two_streams_and_in_a_graph(specialized):
     """Calls at the same time have sums of their own."""
     M, N, K = 2112, 2496, 8192
-    if specialized._plan(M, N, K, 1, 2, False, True, DEVICE)[3:] != (3, False):
+    if specialized._plan(M, N, K, 1, 2, False, (1, 1), DEVICE)[3:] != (3, False):
         pytest.skip("the size is for 132 multiprocessors")
     products = [random_product(M, N, K, "nn")[:2] for _ in range(2)]
     expected = [tg.matmul(a, b) for a, b in products]
@@ -1207,7 +1219,7 @@ def test_who_shares_a_tile_has_a_part_of_it():
     shared = {False: 0, True: 0}
     for M, N, K in itertools.product((192, 1000, 1792, 2304, 4100, 5120), (128, 2496, 2560, 5120), (1032, 4096, 9000)):
         for itemsize, partial_sums in ((2, False), (1, False), (1, True)):
-            plan = specialized._plan(M, N, K, 1, itemsize, partial_sums, True, meta)
+            plan = specialized._plan(M, N, K, 1, itemsize, partial_sums, (1, 1), meta)
             n_consumers, n_cols, n_parts, n_sharing, by_rows = plan
             if n_sharing > 1:
                 shared[by_rows] += 1
@@ -1220,11 +1232,11 @@ def test_who_shares_a_tile_has_a_part_of_it():
                     assert n_tiles > 132 and cdiv(steps, n_sharing) * (n_sharing - 1) < steps
     assert min(shared.values()) > 10
     # What other tests and the sanitizer take for such products.
-    assert specialized._plan(2112, 2496, 4096, 1, 2, False, True, meta)[3:] == (3, False)
-    assert specialized._plan(2112, 2496, 8192, 1, 2, False, True, meta)[3:] == (3, False)
-    assert specialized._plan(1024, 1024, 1024, 3, 2, False, True, meta)[3:] == (2, True)
-    assert specialized._plan(2432, 2048, 8192, 1, 2, False, True, meta)[3:] == (4, False)
-    assert specialized._plan(2432, 2048, 8192, 1, 1, True, True, meta)[3:] == (3, False)
+    assert specialized._plan(2112, 2496, 4096, 1, 2, False, (1, 1), meta)[3:] == (3, False)
+    assert specialized._plan(2112, 2496, 8192, 1, 2, False, (1, 1), meta)[3:] == (3, False)
+    assert specialized._plan(1024, 1024, 1024, 3, 2, False, (1, 1), meta)[3:] == (2, True)
+    assert specialized._plan(2432, 2048, 8192, 1, 2, False, (1, 1), meta)[3:] == (4, False)
+    assert specialized._plan(2432, 2048, 8192, 1, 1, True, (1, 1), meta)[3:] == (3, False)
 
 
 @pytest.mark.gpu

@@ -120,7 +120,8 @@ def _matmul_kernel(
     ALIGN_M: tl.constexpr = 1,  # M is a multiple of this
     ALIGN_N: tl.constexpr = 1,
     ALIGN_K: tl.constexpr = 1,
-    BYTES: tl.constexpr = None,  # pieces of a and b begin at multiples of so many bytes, unless the compiler sees it
+    A_BYTES: tl.constexpr = None,  # pieces of a begin at multiples of so many bytes, unless the compiler sees it
+    B_BYTES: tl.constexpr = None,
     A_ALONG_K: tl.constexpr = True,  # whether neighbours in memory are neighbours along K
     B_ALONG_K: tl.constexpr = True,
     MATRIX_AXIS: tl.constexpr = 1,  # the grid's axis that counts matrices; the other one counts tiles
@@ -153,9 +154,10 @@ def _matmul_kernel(
     b_cols = _wrapped(cols, N, BLOCK_N, ALIGN_N)
     a_ptrs = a_ptr + a_rows[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + b_cols[None, :] * stride_bn
-    if BYTES is not None:
-        a_ptrs = tl.multiple_of(a_ptrs, [1, BYTES] if A_ALONG_K else [BYTES, 1])
-        b_ptrs = tl.multiple_of(b_ptrs, [BYTES, 1] if B_ALONG_K else [1, BYTES])
+    if A_BYTES is not None:
+        a_ptrs = tl.multiple_of(a_ptrs, [1, A_BYTES] if A_ALONG_K else [A_BYTES, 1])
+    if B_BYTES is not None:
+        b_ptrs = tl.multiple_of(b_ptrs, [B_BYTES, 1] if B_ALONG_K else [1, B_BYTES])
     K = K // ALIGN_K * ALIGN_K
     N = N // ALIGN_N * ALIGN_N
 
@@ -320,12 +322,6 @@ def load_width(x: torch.Tensor) -> int:
         return 1
     batch_strides = (stride for size, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True) if size > 1)
     return math.gcd(16, x.shape[inner], x.stride(-3 - inner), *batch_strides)
-
-
-def common_width(a: torch.Tensor, b: torch.Tensor) -> int:
-    """The narrower of both; 1 where a matrix that can be read in the widest loads would be read two by two."""
-    widths = load_width(a), load_width(b)
-    return 1 if set(widths) == {2, 16} else min(widths)
 
 
 def loads_are_wide(x: torch.Tensor) -> bool:
@@ -542,14 +538,16 @@ def launch_tiles(
     (M, N), K = out.shape[-2:], a.shape[-1]
     n_matrices = out.numel() // (M * N)
     way = dot_precision(a, reduced)
-    # What the compiler does not see by itself.
-    align = common_width(a, b) if a.element_size() <= 2 else 1
+    # What the compiler does not see by itself: the widths between one number and 16.
+    widths = [load_width(x) if x.element_size() <= 2 else 1 for x in (a, b)]
+    narrow = [width for width in widths if 1 < width < 16]
     hints = {}
-    if 1 < align < 16:
-        hints = dict(BYTES=align * a.element_size(), A_ALONG_K=a.stride(-1) == 1, B_ALONG_K=b.stride(-2) == 1)
+    if narrow:
+        a_bytes, b_bytes = (width * a.element_size() if width in narrow else None for width in widths)
+        hints = dict(A_BYTES=a_bytes, B_BYTES=b_bytes, A_ALONG_K=a.stride(-1) == 1, B_ALONG_K=b.stride(-2) == 1)
 
     def multiple(size):
-        return 16 if size % 16 == 0 else align if hints and size % align == 0 else 1
+        return max(n for n in (1, 16, *narrow) if size % n == 0)
 
     if config is None:
         wide = loads_are_wide(a) and loads_are_wide(b)
@@ -566,8 +564,8 @@ def launch_tiles(
         # Only where a runs along M, and b along N, do wide loads need to know of what these are multiples. Narrower
         # ones need it of K, where masks cut them, and stores of N.
         ALIGN_M=multiple(M) if a.stride(-2) == 1 else 1,
-        ALIGN_N=multiple(N) if b.stride(-1) == 1 or hints else 1,
-        ALIGN_K=multiple(K) if hints else 1,
+        ALIGN_N=multiple(N) if b.stride(-1) == 1 or narrow else 1,
+        ALIGN_K=multiple(K) if narrow else 1,
         **hints,
         MATRIX_AXIS=matrix_axis,
         ACTIVATION=activation,

@@ -94,8 +94,9 @@ def _add_strided_kernel(
     The compiler lets each tensor's neighbouring elements go to neighbouring lanes, and carries them where they are
     added.
     """
-    tiles_0 = tl.cdiv(shape[0], BLOCK_0)
-    tiles_1 = tl.cdiv(shape[1], BLOCK_1)
+    # As cdiv, which would add a block to a size, and 2**31 has no place among 32 bits.
+    tiles_0 = (shape[0] - 1) // BLOCK_0 + 1
+    tiles_1 = (shape[1] - 1) // BLOCK_1 + 1
     tile_0 = (tl.program_id(0) % tiles_0).to(INDEX_DTYPE)
     tile_1 = (tl.program_id(0) // tiles_0 % tiles_1).to(INDEX_DTYPE)
     # Peel one index after another off the tile's number; a broadcast dimension has stride 0.
@@ -208,13 +209,8 @@ def _tile(
         second = max(others, key=lambda d: shape[d])
         block_0 = min(256 if shape[second] > 1 else 1024, next_power_of_2(shape[0]))
         tile = block_0, min(2048 // block_0, next_power_of_2(shape[second])), 4
-    # The kernel adds a block to a size to count its tiles, and 2**31 has no place among 32 bits.
-    blocks = [
-        block if 2**31 - n > block or n >= 2**31 else 1 << ((2**31 - n).bit_length() - 1)
-        for block, n in zip(tile, (shape[0], shape[second]), strict=False)
-    ]
     order = 0, second, *(d for d in others if d != second)
-    return tuple(shape[d] for d in order), [tuple(s[d] for d in order) for s in strides], (*blocks, tile[2])
+    return tuple(shape[d] for d in order), [tuple(s[d] for d in order) for s in strides], tile
 
 
 def _repeats(strides: tuple[int, ...]) -> tuple[bool, bool]:

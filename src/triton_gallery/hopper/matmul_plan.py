@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .._launch import cdiv, collapse, launch, next_power_of_2, num_multiprocessors, pdl, scratch
 from .._tuning import is_tuning, run_quickest
-from ..matmul import FLOAT8, _activate, common_width, launch_tiles, loads_are_wide
+from ..matmul import FLOAT8, _activate, launch_tiles, load_width, loads_are_wide
 from . import load
 from .matmul import can_address, is_transposed
 
@@ -374,7 +374,7 @@ def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list
     (M, K), N = a.shape[-2:], b.shape[-1]
     if min(M, N) < 64 or K == 0:
         return False
-    align = common_width(a, b)
+    align = min(load_width(a), load_width(b))
     if align == 1:
         tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
         pointers_us = max(5 + tiles * 64 * 128 * 2 * K / 60e6, K / 22)
@@ -415,7 +415,7 @@ def _by_rules(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> 
     (M, N), K = out.shape[-2:], a.shape[-1]
     n_matrices = out.numel() // (M * N)
     tma, specialized = load("matmul"), load("matmul_specialized")
-    align = common_width(a, b)
+    align = min(load_width(a), load_width(b))
     if tma.supports(a, b, batch) and (specialized or tma.can_store(out)):
         if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or (align < 16 and min(M, N) >= 64):
             _by_tma(None, a, b, bias, out, pre, activation, reduced, batch)

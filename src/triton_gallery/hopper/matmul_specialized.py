@@ -12,11 +12,12 @@ have a program that waits, there is room for all others, in whatever order they 
 could fill a GPU with programs that wait, if it started later programs before earlier ones, which GPUs do not.)
 
 Blocks of Triton have powers of two as sides. Between 128 and 256 columns that is a wide gap: tiles of 128 may need one
-more round where tiles of 256 are half empty. So there is a tile of 160 columns, of which BLOCK_N make one block and
-REST_N another, each with a descriptor for b, a place in shared memory, and sums of its own.
+more round where tiles of 256 are half empty. So there are tiles of 96 and of 192 columns, of which BLOCK_N make one
+block and REST_N, half as many, another, each with a descriptor for b, a place in shared memory, and sums of its own.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from ._gluon import (
 )
 from .exchange import EMPTY, mailboxes
 from .matmul import is_transposed, matrices
-from .matmul_plan import SECTOR, memory_us, possible_parts, row_bytes, sum_parts, sum_us
+from .matmul_plan import memory_us, possible_parts, row_bytes, sum_parts, sum_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
 STEP_BYTES = 128  # of each row in a step along K: what TMA copies at most
@@ -272,7 +273,7 @@ def _finish(
 @gluon.jit
 def _consumer(
     bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem, out_smem,
-    rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+    full, empty, order, rounds, M, N, K, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, REST_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
@@ -333,17 +334,17 @@ def _consumer(
                 _store_part(out_ptr, acc, batch, row, col, M, N)
                 if rest_smem is not None:
                     _store_part(out_ptr, rest, batch, row, col + BLOCK_N, M, N)
+            elif rest_smem is not None:
+                left, right = _halves(acc)
+                _finish(
+                    (left, right, rest), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER),
+                    batch, row, col, M, N, stride_bias, ACTIVATION,
+                )  # fmt: skip
             elif sums_ptr is None:
                 _finish(
                     (acc,), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row, col,
                     M, N, stride_bias, ACTIVATION,
                 )  # fmt: skip
-                if rest_smem is not None:
-                    # So few columns that they leave without a descriptor.
-                    _finish(
-                        (rest,), bias_ptr, out_ptr, pre_ptr, None, None, rest_out_smem.index(CONSUMER), batch, row,
-                        col + BLOCK_N, M, N, stride_bias, ACTIVATION,
-                    )  # fmt: skip
             elif end < steps:
                 _send(sums_ptr, mail_ptr, acc, gl.program_id(0) * NUM_CONSUMERS + CONSUMER)
             else:
@@ -393,13 +394,10 @@ def _tiles(
     b_smem = _ring(b_desc, STAGES)
     out_smem: gl.constexpr = None
     rest_smem: gl.constexpr = None
-    rest_out_smem: gl.constexpr = None
     if OUT_COLS > 0:
         out_smem = _out_tiles(out_ptr, NUM_CONSUMERS, BLOCK_M, OUT_COLS)
     if REST_N > 0:
         rest_smem = _ring(rest_desc, STAGES)
-        if OUT_COLS > 0:
-            rest_out_smem = _out_tiles(out_ptr, NUM_CONSUMERS, BLOCK_M, REST_N)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -429,7 +427,7 @@ def _tiles(
                 k_step, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
-                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
         ], [4], [REGISTERS])
@@ -440,12 +438,12 @@ def _tiles(
                 k_step, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
-                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
-                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
@@ -456,17 +454,17 @@ def _tiles(
                 k_step, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
-                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
-                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 1)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
-                out_smem, rest_out_smem, full, empty, order, rounds, M, N, K, stride_bias,
+                out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
                 ACTIVATION, PARTIAL_SUMS, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
@@ -579,23 +577,25 @@ def _matmul_parts_kernel(
 
 
 # Consumers, columns of a tile, stages, and how many 16-bit multiplications a multiprocessor does in a microsecond. Of
-# all rates, these and those below put the measured times of 20 plans for each of 270 products into the best order.
+# all rates, these and those below put the measured times of 18 plans for each of 148 products into the best order.
 _TILES = (
-    (2, 256, 4, 3.8e6),
-    (3, 128, 5, 3.6e6),
+    (2, 256, 4, 3.7e6),
+    (3, 192, 4, 3.6e6),
+    (2, 192, 5, 3.5e6),
+    (3, 128, 5, 3.5e6),
     (2, 128, 6, 3.4e6),
-    (2, 160, 5, 3.2e6),
+    (3, 96, 5, 2.9e6),
+    (2, 96, 7, 2.7e6),
     (1, 128, 8, 2.6e6),
     (1, 64, 8, 1.9e6),
 )
 _PART_TILES = [tile for tile in _TILES if tile[0] < 3]  # of parts of K; three consumers were of little use there
 _ALONE_PER_US = 2.25e6  # multiplications of one consumer in a microsecond, while the others rest
+_LINES_PER_US = 150e3 / STEP_BYTES  # that the caches send to a multiprocessor: of 128 bytes, or what is wanted of them
 _MAX_SHARING = 4  # programs that may divide K
 _TILE_US = 0.27  # of a batch, to begin and to end a tile
-_SHARING_US = 7  # what it costs them to hand on their sums
-# Where rows do not begin with a sector, each copy of 128 bytes takes five instead of four. The narrower a tile, the
-# more it copies for each multiplication: those of up to 128 columns lose this much more. (Of 160 we do not know.)
-_SPLIT_SECTORS = 0.85
+_SHARING_US = 8  # what it costs them to hand on their sums
+_PARTS_US = 1  # what parts cost beside `sum_us`
 
 
 def _blocks(n_cols: int) -> tuple[int, int]:
@@ -638,9 +638,9 @@ def plans(
             for n_sharing in range(2, min(_MAX_SHARING, n_places // n_last, K * itemsize // (8 * STEP_BYTES)) + 1):
                 yield n_sharing, False
 
-    # A second accumulator leaves no registers for more than 128 columns.
+    # A second accumulator leaves no registers for more than 128 columns, and there is none for a second block.
     tiles, part_tiles = (
-        [tile[:2] for tile in tiles if not partial_sums or tile[1] <= 128] for tiles in (_TILES, _PART_TILES)
+        [tile[:2] for tile in tiles if not partial_sums or tile[1] in (64, 128)] for tiles in (_TILES, _PART_TILES)
     )
     found = [Plan(*tile, 1, 1, False) for tile in tiles]
     found += [Plan(*tile, 1, *sharing) for tile in tiles for sharing in possible_sharing(*tile)]
@@ -659,10 +659,10 @@ def _plan(
     n_matrices: int,
     itemsize: int,
     partial_sums: bool,
-    whole_sectors: bool,
+    lines: tuple[float, float],
     device: torch.device,
 ) -> Plan:
-    """The one that should be the quickest."""
+    """The one that should be the quickest; `lines` is what `_lines` says of a and of b."""
     n_places = num_multiprocessors(device)
     all_memory_us = n_matrices * memory_us(M, N, K, itemsize)
     is_batch = n_matrices > 1 and K * itemsize >= 256  # the tiles of a shorter K are soon done, whichever they are
@@ -672,22 +672,24 @@ def _plan(
 
     def time(plan):
         n_consumers, n_cols, n_parts, n_sharing, by_rows = plan
-        rate = rates[n_consumers, n_cols]
-        if n_cols <= 128 and not whole_sectors:
-            rate *= _SPLIT_SECTORS
-        part_k = cdiv(K * itemsize, n_parts * STEP_BYTES) * STEP_BYTES / 2
-        tile_us = n_consumers * BLOCK_M * n_cols * part_k / rate
+        steps = cdiv(K * itemsize, n_parts * STEP_BYTES)
+
+        def time_of_tile(n_rows, rate):
+            n_lines = n_rows * lines[0] + n_cols * lines[1]
+            return steps * max(n_rows * n_cols * STEP_BYTES / 2 / rate, n_lines / _LINES_PER_US)
+
+        tile_us = time_of_tile(n_consumers * BLOCK_M, rates[n_consumers, n_cols])
         n_tiles = _count_tiles(M, N, n_matrices, n_consumers, n_cols)
         n_rounds = n_tiles // n_places
         after_us = 0
         if by_rows:
-            busy_us = n_rounds * tile_us + BLOCK_M * n_cols * part_k / _ALONE_PER_US
+            busy_us = n_rounds * tile_us + time_of_tile(BLOCK_M, _ALONE_PER_US)
         elif n_sharing > 1:
             busy_us = (n_rounds + 1 / n_sharing) * tile_us
             after_us = _SHARING_US
         else:
             busy_us = cdiv(n_tiles * n_parts, n_places) * tile_us
-            after_us = sum_us(n_parts, M * N)
+            after_us = sum_us(n_parts, M * N) + (_PARTS_US if n_parts > 1 else 0)
         if is_batch:
             # Many small products take as long as memory does; the smaller the last tile, the sooner it leaves then.
             busy_us += cdiv(n_tiles, n_places) * _TILE_US
@@ -695,6 +697,11 @@ def _plan(
         return max(busy_us, all_memory_us) + after_us
 
     return min(plans(M, N, K, n_matrices, itemsize, partial_sums, device), key=time)
+
+
+def _lines(x: torch.Tensor) -> float:
+    """How many lines of 128 bytes a row of that length touches: two, unless it begins with one. Of all rows the mean."""
+    return 2 - math.gcd(row_bytes(x), STEP_BYTES) / STEP_BYTES
 
 
 def multiply(
@@ -716,8 +723,7 @@ def multiply(
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
     partial_sums = a.dtype in FLOAT8 and not reduced
     if plan is None:
-        whole_sectors = all(row_bytes(x) % SECTOR == 0 for x in (a, b))
-        plan = _plan(M, N, K, n_matrices, a.element_size(), partial_sums, whole_sectors, a.device)
+        plan = _plan(M, N, K, n_matrices, a.element_size(), partial_sums, (_lines(a), _lines(b)), a.device)
     n_consumers, n_cols, n_parts, n_sharing, by_rows = plan
     block_k = STEP_BYTES // a.element_size()
     block_n, rest_n = _blocks(n_cols)
@@ -757,8 +763,8 @@ def multiply(
         )  # fmt: skip
         sum_parts(parts, bias, out, pre, activation)
         return
-    # The only consumer has nobody to work while it stores, so it does that at once; so do those of two blocks.
-    out_cols = block_n if n_consumers == 1 or rest_n else block_n // 2
+    # The only consumer has nobody to work while it stores, so it does that at once.
+    out_cols = block_n if n_consumers == 1 else block_n // 2
     out_desc, pre_desc = (
         descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, out_cols])
         if x is not None and x.stride(-2) * x.element_size() % 16 == 0
