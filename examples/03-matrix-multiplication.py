@@ -966,15 +966,15 @@ for tile in ((128, 256), (192, 128), (64, 256), (64, 128)):
     print("{} × {}: {:.0f} bytes from L2 in each cycle".format(*tile, bytes_per_cycle(*tile)))
 
 # %%
-# That is what a tile asks for at the full rate of the matrix unit. How many bytes L2 delivers in a cycle we have not
-# measured; the pieces of 64 rows did not reach the rate of whole tiles when we tried them. (`_ALONE_PER_US`
-# in `hopper/matmul_specialized.py` is the rate that the library reckons with for them; no record holds what they
-# reached.)
+# That is what a tile asks for at the full rate of the matrix unit. What L2 gave at most, in 2,469 trials of tiles and
+# products, were 15 TB/s, some 64 bytes in each cycle of a multiprocessor, and the pieces of 64 rows did not reach the
+# rate of whole tiles. (`_ALONE_PER_US` in `hopper/matmul_specialized.py` is the rate that the library reckons with for
+# them; no record holds these.)
 #
-# Or each program sums over a part of :math:`K`. (Batches of products never do, nor do tiles of 160 columns, which we
-# meet below. Tiles of 64 rows are not shared at all.) All but one leave their sums in memory; the last one adds those
-# of the others to its own, always in the same order, and stores the tile. Up to four programs share one tile in this
-# way. Here are the rounds of tiles of 128 × 256 that some products take, without the price of the sums:
+# Or each program sums over a part of :math:`K`. (Batches of products never do, nor do tiles of 96 and 192 columns,
+# which we meet below. Tiles of 64 rows are not shared at all.) All but one leave their sums in memory; the last one
+# adds those of the others to its own, always in the same order, and stores the tile. Up to four programs share one tile
+# in this way. Here are the rounds of tiles of 128 × 256 that some products take, without the price of the sums:
 
 
 def count_rounds(n, n_programs=132):
@@ -1342,12 +1342,20 @@ report_drawn
 # not found out.
 #
 # Which tile, and how many parts? For the fifth rung the library reckons how long each choice takes: the multiplications
-# of the rounds, what comes from memory, and the sum of the parts. It takes the quickest. The rates that it reckons with
-# were fitted to measured times, of some twenty choices for each of 270 products, until the order came out best: on
-# average the choice is one or two per cent slower than the quickest of the twenty. (No record holds these.) Trials find
-# what the rules miss, also among the third rung's tiles: little on average, a few per cent here and there, as printed
-# above. The lowest one stays, at :measured:`matmul-drawn-fp16: triton_gallery, tuned / torch at worst` torch's rate:
-# none of the tiles that we have is quicker there.
+# of the rounds, what comes from memory, what comes from L2, and the sum of the parts. It takes the quickest. The rates
+# that it reckons with were fitted to measured times, of some 18 choices for each of 186 products, until the order came
+# out best: on average the choice is half a per cent slower than the quickest of them.
+#
+# What comes from L2 depends on where rows begin. L2 keeps *lines* of 128 bytes, and TMA copies 128 bytes of a row at a
+# time. They are one line if the row begins with a line, as rows of 4096 do, and mostly two if it does not, as in a
+# transposed :math:`A` of 7344 rows. In these trials L2 gave at most 15 TB/s of what was asked for in the first case,
+# and 10 or 11 in the second; counted in whole lines it was about the same in both. So a product of 7344 × 1040 × 5008
+# wants large tiles, which ask for few lines: those of 192 × 192 took 127 µs and those of 128 × 128 took 157, though
+# they leave fewer multiprocessors idle in their last round. (No record holds these.)
+#
+# Trials find what the rules miss, also among the third rung's tiles: little on average, a few per cent here and there,
+# as printed above. The lowest one stays, at :measured:`matmul-drawn-fp16: triton_gallery, tuned / torch at worst`
+# torch's rate: none of the tiles that we have is quicker there.
 
 # %%
 # Float32 on a matrix unit that takes 16 bits
@@ -1476,17 +1484,17 @@ for n in (256, 512, 1024):
 # in the second round for the other 12. At 768³ there are 144 tiles of 64 × 64, so the library takes 72 of 64 × 128, by
 # the fifth rung's kernel, and our rate is :measured:`matmul-fp16: triton_gallery / torch at 768` torch's, in bfloat16
 # :measured:`matmul-bf16: triton_gallery / torch at 768`. At 1536³ there would be 144 tiles of 128 × 128. The library
-# takes 120 of 128 × 160 instead, which is one round, and we are at :measured:`matmul-fp16: triton_gallery / torch at
+# takes 128 of 192 × 96 instead, which is one round, and we are at :measured:`matmul-fp16: triton_gallery / torch at
 # 1536`. At 1024³ only small tiles of 64 × 128, 128 of them, give nearly all multiprocessors work, and we are at
 # :measured:`matmul-fp16: triton_gallery / torch at 1024` in float16 and at :measured:`matmul-bf16: triton_gallery /
 # torch at 1024` in bfloat16.
 #
-# cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96 (whichever of the
-# two counts our columns), which makes 128 tiles, and of *clusters* of two multiprocessors, to both of which one copy
-# brings a tile. Triton's blocks are powers of two, so that 160 columns have to be two blocks, of 128 and of 32, each
-# with sums of its own. That was the quickest of the widths that we tried here, which were 96, 160 and 192 columns.
-# Clusters, which Gluon has since Triton 3.7, take longer to start; of what we tried they helped most where few
-# multiprocessors read much. (No record holds that.)
+# cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, too (whichever
+# of the two counts our columns), and of *clusters* of two multiprocessors, to both of which one copy brings a tile.
+# Triton's blocks are powers of two, so that our 96 columns are two blocks, of 64 and of 32, each with sums of its own,
+# and 192 are 128 and 64. Such tiles serve many products whose matrices have three times a power of two as columns: at
+# 3072³, 256 tiles of 192 × 192 make two rounds. Clusters, which Gluon has since Triton 3.7, take longer to start; of
+# what we tried they helped most where few multiprocessors read much. (No record holds that.)
 #
 # Small tiles have one more trouble: shared memory. Hopper's matrix unit multiplies 64 rows at a time, and for each 64
 # rows it reads their numbers of :math:`A` and all of the tile's numbers of :math:`B` from there, where a copy has
@@ -1501,13 +1509,13 @@ def cycles_of_a_step(rows, *blocks, step=64):  # of 16-bit numbers; blocks of co
     return products, (bytes_read + bytes_written) / 128
 
 
-for rows, *blocks in ((128, 256), (192, 128), (128, 128, 32), (192, 96), (128, 128), (64, 128)):
+for rows, *blocks in ((128, 256), (192, 128, 64), (192, 128), (192, 64, 32), (192, 96), (128, 128), (64, 128)):
     products, moves = cycles_of_a_step(rows, *blocks)
-    print(f"{rows} × {sum(blocks)}: {products:.0f} to multiply, {moves:.0f} to move")
+    print(f"{rows} × {' + '.join(map(str, blocks))}: {products:.0f} to multiply, {moves:.0f} to move")
 
 # %%
-# Our 160 columns read the numbers of :math:`A` twice, once for each block; the 96 of cuBLAS, in one block, do not.
-# Only with the largest tile does shared memory keep up, just so; to the others it would set a limit. That is a count,
+# Our 64 + 32 columns read the numbers of :math:`A` twice, once for each block; the 96 of cuBLAS, in one block, do not.
+# Only with 256 columns does shared memory keep up, just so; to the others it would set a limit. That is a count,
 # and the clock does not bear all of it out, as we shall see; but smaller tiles are slower. So a product with few tiles
 # has to choose between idle multiprocessors and slow ones, and it is the finer choice that cuBLAS has.
 #

@@ -119,6 +119,67 @@ def _add_strided_kernel(
     tl.store(out_ptr + offsets, out, mask=mask)
 
 
+@triton.jit
+def _load_row_by_row(ptr, start, offsets, n_cols, strides, mask, IS_DENSE: tl.constexpr):
+    """Load elements `start + offsets` of a matrix, counted row by row; they lie in one row or in two."""
+    if IS_DENSE:
+        ptrs = ptr + start + offsets
+    else:
+        row = start // n_cols
+        cols = (start - row * n_cols).to(tl.int32) + offsets
+        is_next = cols >= n_cols
+        cols = tl.where(is_next, cols - n_cols, cols).to(tl.int64)
+        ptrs = ptr + cols * strides[0] + (row + is_next) * strides[1]
+    return tl.load(ptrs, mask=mask)
+
+
+@triton.jit
+def _add_elements(
+    x_ptr, y_ptr, alpha_ptr, out_ptr, start, offsets, n_cols, x_strides, y_strides, mask,
+    X_IS_DENSE: tl.constexpr, Y_IS_DENSE: tl.constexpr, COMPUTE_DTYPE: tl.constexpr,
+):  # fmt: skip
+    x = _load_row_by_row(x_ptr, start, offsets, n_cols, x_strides, mask, X_IS_DENSE).to(COMPUTE_DTYPE)
+    y = _load_row_by_row(y_ptr, start, offsets, n_cols, y_strides, mask, Y_IS_DENSE).to(COMPUTE_DTYPE)
+    if alpha_ptr is not None:
+        y *= tl.load(alpha_ptr).to(COMPUTE_DTYPE)
+    tl.store(out_ptr + start + offsets, (x + y).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_row_by_row_kernel(
+    x_ptr,  # (n_rows, n_cols), any strides
+    y_ptr,  # (n_rows, n_cols), any strides
+    alpha_ptr,  # one element; or None, which stands for 1
+    out_ptr,  # (n_rows, n_cols), contiguous
+    n_elements,
+    n_cols,
+    x_strides,  # along columns and rows
+    y_strides,
+    X_IS_DENSE: tl.constexpr,  # whether x lies as out does
+    Y_IS_DENSE: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # at most n_cols
+):
+    """Program i owns elements i * BLOCK_SIZE to (i + 1) * BLOCK_SIZE of out: out = x + alpha * y.
+
+    Where rows are odd, tiles of them can be read and written only number by number, and out's memory by 16 bytes.
+    """
+    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    offsets = tl.arange(0, BLOCK_SIZE)
+    mask = start + offsets < n_elements
+    # As in `_add_any_length_kernel`, the last program alone needs it.
+    if start + BLOCK_SIZE <= n_elements:
+        _add_elements(
+            x_ptr, y_ptr, alpha_ptr, out_ptr, start, offsets, n_cols, x_strides, y_strides, None,
+            X_IS_DENSE, Y_IS_DENSE, COMPUTE_DTYPE,
+        )  # fmt: skip
+    else:
+        _add_elements(
+            x_ptr, y_ptr, alpha_ptr, out_ptr, start, offsets, n_cols, x_strides, y_strides, mask,
+            X_IS_DENSE, Y_IS_DENSE, COMPUTE_DTYPE,
+        )  # fmt: skip
+
+
 def _empty_output(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.Tensor:
     """The output's memory, laid out as the first of x and y that has the full shape; contiguous when neither has."""
     shape = x.shape if _have_shape(x.shape, y) else broadcast(x.shape, y.shape)
@@ -168,10 +229,15 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     order = sorted(range(out.ndim), key=out.stride, reverse=True)
     strides = (t.expand(out.shape).permute(order).stride() for t in (x, y, out))
     shape, strides = collapse(out.permute(order).shape, *strides)
-    shape, (x_strides, y_strides, out_strides), (block_0, block_1, num_warps) = _tile(shape, strides)
-    if block_0 * block_1 < 128 and n_elements >= 2**20:
-        # Many short dimensions would leave programs next to nothing: they are put in order first.
-        return _add(*(torch.empty_like(out, dtype=t.dtype).copy_(t.expand(out.shape)) for t in (x, y)), alpha)
+    # Rows whose length is no multiple of 16, of which x or y repeats one or has a single number.
+    dense = [s == strides[2] for s in strides[:2]]
+    by_rows = len(shape) == 2 and shape[0] % 16 != 0 and _BLOCK_SIZE <= shape[0] < 2**30
+    by_rows = by_rows and any(dense) and all(s[0] <= 1 for s in strides)
+    if not by_rows:
+        shape, (x_strides, y_strides, out_strides), (block_0, block_1, num_warps) = _tile(shape, strides)
+        if block_0 * block_1 < 128 and n_elements >= 2**20:
+            # Many short dimensions would leave programs next to nothing: they are put in order first.
+            return _add(*(torch.empty_like(out, dtype=t.dtype).copy_(t.expand(out.shape)) for t in (x, y)), alpha)
     if out.dtype == torch.bool:
         # Or, whatever the number: x + alpha * y would be 0 for True, True and -1.
         alpha = bool(alpha)
@@ -181,10 +247,18 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
         # A one-element tensor keeps all of alpha's digits, where a kernel argument would round it to float32.
         dtype = torch.float64 if out.is_floating_point() else torch.int64
         alpha = torch.full((), alpha, dtype=dtype, device=out.device)
+    compute_dtype = _compute_dtype(out.dtype)
+    if by_rows:
+        launch(
+            _add_row_by_row_kernel, (cdiv(n_elements, _BLOCK_SIZE),),
+            x, y, alpha, out, n_elements, shape[0], *strides[:2],
+            X_IS_DENSE=dense[0], Y_IS_DENSE=dense[1], COMPUTE_DTYPE=compute_dtype, BLOCK_SIZE=_BLOCK_SIZE,
+        )  # fmt: skip
+        return out
     launch(
         _add_strided_kernel, (cdiv(shape[0], block_0) * cdiv(shape[1], block_1) * math.prod(shape[2:]),),
         x, y, alpha, out, shape, x_strides, y_strides, out_strides,
-        X_REPEATS=_repeats(x_strides), Y_REPEATS=_repeats(y_strides), COMPUTE_DTYPE=_compute_dtype(out.dtype),
+        X_REPEATS=_repeats(x_strides), Y_REPEATS=_repeats(y_strides), COMPUTE_DTYPE=compute_dtype,
         INDEX_DTYPE=index_dtype(max(shape) + 1024), BLOCK_0=block_0, BLOCK_1=block_1, num_warps=num_warps,
     )  # fmt: skip
     return out

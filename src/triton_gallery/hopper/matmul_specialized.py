@@ -41,7 +41,7 @@ from ._gluon import (
 )
 from .exchange import EMPTY, mailboxes
 from .matmul import is_transposed, matrices
-from .matmul_plan import memory_us, possible_parts, row_bytes, sum_parts, sum_us
+from .matmul_plan import SECTOR, memory_us, possible_parts, row_bytes, sum_parts, sum_us
 
 BLOCK_M = 64  # rows of one consumer: what one warp group multiplies
 STEP_BYTES = 128  # of each row in a step along K: what TMA copies at most
@@ -577,21 +577,21 @@ def _matmul_parts_kernel(
 
 
 # Consumers, columns of a tile, stages, and how many 16-bit multiplications a multiprocessor does in a microsecond. Of
-# all rates, these and those below put the measured times of 18 plans for each of 148 products into the best order.
+# all rates, these and those below put the measured times of 18 plans for each of 186 products into the best order.
 _TILES = (
     (2, 256, 4, 3.7e6),
     (3, 192, 4, 3.6e6),
     (2, 192, 5, 3.5e6),
-    (3, 128, 5, 3.5e6),
+    (3, 128, 5, 3.4e6),
     (2, 128, 6, 3.4e6),
     (3, 96, 5, 2.9e6),
-    (2, 96, 7, 2.7e6),
+    (2, 96, 7, 2.6e6),
     (1, 128, 8, 2.6e6),
-    (1, 64, 8, 1.9e6),
+    (1, 64, 8, 1.8e6),
 )
 _PART_TILES = [tile for tile in _TILES if tile[0] < 3]  # of parts of K; three consumers were of little use there
 _ALONE_PER_US = 2.25e6  # multiplications of one consumer in a microsecond, while the others rest
-_LINES_PER_US = 150e3 / STEP_BYTES  # that the caches send to a multiprocessor: of 128 bytes, or what is wanted of them
+_LINES_PER_US = 140e3  # of 128 bytes, that the L2 cache sends to all multiprocessors
 _MAX_SHARING = 4  # programs that may divide K
 _TILE_US = 0.27  # of a batch, to begin and to end a tile
 _SHARING_US = 8  # what it costs them to hand on their sums
@@ -672,18 +672,15 @@ def _plan(
 
     def time(plan):
         n_consumers, n_cols, n_parts, n_sharing, by_rows = plan
-        steps = cdiv(K * itemsize, n_parts * STEP_BYTES)
-
-        def time_of_tile(n_rows, rate):
-            n_lines = n_rows * lines[0] + n_cols * lines[1]
-            return steps * max(n_rows * n_cols * STEP_BYTES / 2 / rate, n_lines / _LINES_PER_US)
-
-        tile_us = time_of_tile(n_consumers * BLOCK_M, rates[n_consumers, n_cols])
+        part_k = cdiv(K * itemsize, n_parts * STEP_BYTES) * STEP_BYTES / 2
+        tile_us = n_consumers * BLOCK_M * n_cols * part_k / rates[n_consumers, n_cols]
         n_tiles = _count_tiles(M, N, n_matrices, n_consumers, n_cols)
+        lines_of_step = n_consumers * BLOCK_M * lines[0] + n_cols * lines[1]
+        cache_us = n_tiles * cdiv(K * itemsize, STEP_BYTES) * lines_of_step / _LINES_PER_US
         n_rounds = n_tiles // n_places
         after_us = 0
         if by_rows:
-            busy_us = n_rounds * tile_us + time_of_tile(BLOCK_M, _ALONE_PER_US)
+            busy_us = n_rounds * tile_us + BLOCK_M * n_cols * part_k / _ALONE_PER_US
         elif n_sharing > 1:
             busy_us = (n_rounds + 1 / n_sharing) * tile_us
             after_us = _SHARING_US
@@ -693,15 +690,19 @@ def _plan(
         if is_batch:
             # Many small products take as long as memory does; the smaller the last tile, the sooner it leaves then.
             busy_us += cdiv(n_tiles, n_places) * _TILE_US
-            return max(busy_us, all_memory_us + tile_us)
-        return max(busy_us, all_memory_us) + after_us
+            return max(busy_us, cache_us, all_memory_us + tile_us)
+        return max(busy_us, cache_us, all_memory_us) + after_us
 
     return min(plans(M, N, K, n_matrices, itemsize, partial_sums, device), key=time)
 
 
 def _lines(x: torch.Tensor) -> float:
-    """How many lines of 128 bytes a row of that length touches: two, unless it begins with one. Of all rows the mean."""
-    return 2 - math.gcd(row_bytes(x), STEP_BYTES) / STEP_BYTES
+    """What 128 bytes of a row cost the L2 cache, in its lines: two, unless the row begins with one. The mean of rows.
+
+    Of rows that begin inside of a sector it is five sectors as well, not four.
+    """
+    n_bytes = row_bytes(x)
+    return 2 - math.gcd(n_bytes, STEP_BYTES) / STEP_BYTES if n_bytes % SECTOR == 0 else 2.2
 
 
 def multiply(
