@@ -350,6 +350,13 @@ report
 # All other dimensions are in the program's number, from which each index is peeled off by a division: one for a
 # program, where a kernel with a flat block would divide for each element. And a tensor that repeats a number along a
 # tile, as a bias does for each row, is loaded as the row or column that it is.
+#
+# Tiles have one weakness. Of rows of 8191 numbers one in eight begins at a multiple of 16 bytes, so a tile of them moves
+# number by number. Where one tensor lies as the sum does, and the other has a row or a column for all, we go back to
+# blocks that walk along the sum's memory, whichever rows they are in. As no block is longer than a row, it reaches into
+# two rows at most, and one comparison tells which.
+
+# quote: triton_gallery.vector_add._load_row_by_row
 
 
 def draw(*shape):
@@ -411,8 +418,9 @@ report_layouts
 # at transposed` there. `torch.compile` writes a kernel for each of these sums, with tiles where they help. We are at
 # :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at transposed` its rate for the transposed tensor,
 # at :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at channels-last` where the channels come last,
-# and at no more than :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at odd-row` with rows of 8191
-# numbers. Of such rows one in eight begins at a multiple of 16 bytes, and our tiles move them number by number.
+# and at :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at odd-row` with a row for all those of 8191
+# numbers. Both sizes odd and one tensor transposed, a tile is all that is left, and number by number we are at
+# :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at odd-transposed`.
 
 # %%
 # What is under way at the same time

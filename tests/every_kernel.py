@@ -33,6 +33,7 @@ CALLS = [
     (tg.add, [random(1008), random(1008)]),
     (tg.add, [random(1001), random(1001)]),
     (lambda x, y: tg.add(x, y, alpha=2), [random(37, 21), random(37, 1, dtype=F32)]),
+    (tg.add, [random(3, 1031), random(1031)]),
     (tg.softmax, [random(37, 781)]),
     (tg.log_softmax, [random(5, 129, dtype=F64)]),
     (tg.softmax, [random(37, 1000)]),

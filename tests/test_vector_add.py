@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import triton_gallery as tg
 from accuracy import DEVICE, FUZZ, assert_as_accurate_as_torch
 from triton_gallery._launch import launch
-from triton_gallery.vector_add import _add_any_length_kernel, _add_kernel, _add_strided_kernel
+from triton_gallery.vector_add import _add_any_length_kernel, _add_kernel, _add_row_by_row_kernel, _add_strided_kernel
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
@@ -100,6 +100,10 @@ LAYOUTS = {
     "square tiles": lambda r: (r(70, 100), r(100, 70).t()),
     "square tiles in a batch": lambda r: (r(3, 70, 40), r(40, 3, 70).permute(1, 2, 0)),
     "longer than a tile": lambda r: (r(11, 1100), r(11, 2200)[:, ::2]),
+    "odd rows": lambda r: (r(5, 1031), r(1031)),
+    "a row and odd rows": lambda r: (r(1031), r(5, 1031)),
+    "odd rows and a column": lambda r: (r(3, 2, 1025), r(3, 2, 1)),
+    "odd rows and longer ones": lambda r: (r(6, 1031), r(6, 1040)[:, 9:]),
     "columns longer than a tile": lambda r: (r(2100, 3), r(2100, 1)),
     "sizes of one": lambda r: (r(1, 7, 1, 5), r(1, 7, 1, 5).transpose(0, 2)),
     "empty": lambda r: (r(0), r(0)),
@@ -128,6 +132,26 @@ def test_add_strided_kernel_at_any_block_size(block):
     )  # fmt: skip
     assert torch.equal(memory[1].view(5, 7), x + 2 * y)
     assert (memory[0] == 7).all() and (memory[2] == 7).all()
+
+
+@pytest.mark.parametrize(("n_cols", "block"), [(7, 4), (7, 2), (4, 4)], ids=str)
+def test_add_row_by_row_kernel_at_any_block_size(n_cols, block):
+    x, y = random((5, n_cols), torch.float32), random((5, 1), torch.float32)
+    memory = torch.full((3, 5 * n_cols), 7.0, device=DEVICE)
+    launch(
+        _add_row_by_row_kernel, (triton.cdiv(5 * n_cols, block),),
+        x, y, None, memory[1], 5 * n_cols, n_cols, (1, n_cols), (0, 1),
+        X_IS_DENSE=True, Y_IS_DENSE=False, COMPUTE_DTYPE=tl.float32, BLOCK_SIZE=block,
+    )  # fmt: skip
+    assert torch.equal(memory[1].view(5, n_cols), x + y)
+    assert (memory[0] == 7).all() and (memory[2] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.float64], ids=str)
+def test_add_of_odd_rows_in_any_dtype(dtype):
+    x, y = random((3, 1027), dtype), random((1027,), torch.float16 if dtype == torch.float64 else dtype)
+    assert_matches_torch(x, y)
+    assert_matches_torch(y, x, alpha=True if dtype == torch.bool else 3)
 
 
 def test_many_short_dimensions_are_put_in_order_first():

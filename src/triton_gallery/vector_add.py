@@ -229,7 +229,7 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     order = sorted(range(out.ndim), key=out.stride, reverse=True)
     strides = (t.expand(out.shape).permute(order).stride() for t in (x, y, out))
     shape, strides = collapse(out.permute(order).shape, *strides)
-    # Rows whose length is no multiple of 16, of which x or y repeats one or has a single number.
+    # Rows whose length is no multiple of 16, and neighbours lie side by side in both tensors or are one number.
     dense = [s == strides[2] for s in strides[:2]]
     by_rows = len(shape) == 2 and shape[0] % 16 != 0 and _BLOCK_SIZE <= shape[0] < 2**30
     by_rows = by_rows and any(dense) and all(s[0] <= 1 for s in strides)
@@ -378,7 +378,8 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         The gradients are those of the formula, summed over broadcast dimensions. Two tensors of the same dense layout
         are walked from end to end; broadcasting, strides, mixed dtypes, bool and alpha take a kernel that works in
         tiles, of 64 by 64 elements where neighbours in one tensor's memory are none in the other's, as in ``x + y.T``
-        (if both dimensions have 32 elements or more).
+        (if both dimensions have 32 elements or more). Rows of 1024 elements or more, in a number that 16 does not
+        divide, are walked from end to end as well if one tensor has a single row or column for all.
 
     Example:
         >>> import torch, triton_gallery
