@@ -351,10 +351,10 @@ report
 # program, where a kernel with a flat block would divide for each element. And a tensor that repeats a number along a
 # tile, as a bias does for each row, is loaded as the row or column that it is.
 #
-# Tiles have one weakness. Of rows of 8191 numbers one in eight begins at a multiple of 16 bytes, so a tile of them moves
-# number by number. Where one tensor lies as the sum does, and the other has a row or a column for all, we go back to
-# blocks that walk along the sum's memory, whichever rows they are in. As no block is longer than a row, it reaches into
-# two rows at most, and one comparison tells which.
+# Tiles have one weakness. Of rows of 8191 numbers one in eight begins at a multiple of 16 bytes, so a tile of them
+# moves number by number. Where one tensor lies as the sum does, and the other has a row or a column for all, we go back
+# to blocks that walk along the sum's memory, whichever rows they are in. As no block is longer than a row, it reaches
+# into two rows at most, and one comparison tells which.
 
 # quote: triton_gallery.vector_add._load_row_by_row
 

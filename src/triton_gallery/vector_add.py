@@ -229,11 +229,8 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
     order = sorted(range(out.ndim), key=out.stride, reverse=True)
     strides = (t.expand(out.shape).permute(order).stride() for t in (x, y, out))
     shape, strides = collapse(out.permute(order).shape, *strides)
-    # Rows whose length is no multiple of 16, and neighbours lie side by side in both tensors or are one number.
-    dense = [s == strides[2] for s in strides[:2]]
-    by_rows = len(shape) == 2 and shape[0] % 16 != 0 and _BLOCK_SIZE <= shape[0] < 2**30
-    by_rows = by_rows and any(dense) and all(s[0] <= 1 for s in strides)
-    if not by_rows:
+    row_by_row = _go_row_by_row(shape, strides)
+    if not row_by_row:
         shape, (x_strides, y_strides, out_strides), (block_0, block_1, num_warps) = _tile(shape, strides)
         if block_0 * block_1 < 128 and n_elements >= 2**20:
             # Many short dimensions would leave programs next to nothing: they are put in order first.
@@ -248,11 +245,13 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
         dtype = torch.float64 if out.is_floating_point() else torch.int64
         alpha = torch.full((), alpha, dtype=dtype, device=out.device)
     compute_dtype = _compute_dtype(out.dtype)
-    if by_rows:
+    if row_by_row:
+        x_strides, y_strides, out_strides = strides
         launch(
             _add_row_by_row_kernel, (cdiv(n_elements, _BLOCK_SIZE),),
-            x, y, alpha, out, n_elements, shape[0], *strides[:2],
-            X_IS_DENSE=dense[0], Y_IS_DENSE=dense[1], COMPUTE_DTYPE=compute_dtype, BLOCK_SIZE=_BLOCK_SIZE,
+            x, y, alpha, out, n_elements, shape[0], x_strides, y_strides,
+            X_IS_DENSE=x_strides == out_strides, Y_IS_DENSE=y_strides == out_strides, COMPUTE_DTYPE=compute_dtype,
+            BLOCK_SIZE=_BLOCK_SIZE,
         )  # fmt: skip
         return out
     launch(
@@ -262,6 +261,16 @@ def _add(x: torch.Tensor, y: torch.Tensor, alpha: torch.types.Number) -> torch.T
         INDEX_DTYPE=index_dtype(max(shape) + 1024), BLOCK_0=block_0, BLOCK_1=block_1, num_warps=num_warps,
     )  # fmt: skip
     return out
+
+
+def _go_row_by_row(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> bool:
+    """Whether tiles of these rows would be moved number by number, and blocks that walk along out's memory need not.
+
+    One of x and y lies as out does, and the other has its neighbours along the rows as well, or one number for a row.
+    """
+    if len(shape) != 2 or shape[0] % 16 == 0 or not _BLOCK_SIZE <= shape[0] < 2**30:
+        return False
+    return strides[2] in strides[:2] and all(s[0] <= 1 for s in strides)
 
 
 def _tile(
