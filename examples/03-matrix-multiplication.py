@@ -967,8 +967,8 @@ for tile in ((128, 256), (192, 128), (64, 256), (64, 128)):
 
 # %%
 # That is what a tile asks for at the full rate of the matrix unit. What L2 gave at most, in 2,469 trials of tiles and
-# products, were 15 TB/s, some 64 bytes in each cycle of a multiprocessor, and the pieces of 64 rows did not reach the
-# rate of whole tiles. (`_ALONE_PER_US` in `hopper/matmul_specialized.py` is the rate that the library reckons with for
+# products, were some 64 bytes in each cycle of a multiprocessor, and the pieces of 64 rows did not reach the rate of
+# whole tiles. (`_ALONE_PER_US` in `hopper/matmul_specialized.py` is the rate that the library reckons with for
 # them; no record holds these.)
 #
 # Or each program sums over a part of :math:`K`. (Batches of products never do, nor do tiles of 96 and 192 columns,
@@ -1348,10 +1348,10 @@ report_drawn
 #
 # What comes from L2 depends on where rows begin. L2 keeps *lines* of 128 bytes, and TMA copies 128 bytes of a row at a
 # time. They are one line if the row begins with a line, as rows of 4096 do, and mostly two if it does not, as in a
-# transposed :math:`A` of 7344 rows. In these trials L2 gave at most 15 TB/s of what was asked for in the first case,
-# and 10 or 11 in the second; counted in whole lines it was about the same in both. So a product of 7344 × 1040 × 5008
-# wants large tiles, which ask for few lines: those of 192 × 192 took 127 µs and those of 128 × 128 took 157, though
-# they leave fewer multiprocessors idle in their last round. (No record holds these.)
+# transposed :math:`A` of 7344 rows. The most that L2 gave in these trials was in the second case some two thirds of
+# what it gave in the first; counted in whole lines it was about the same. So a product of 7344 × 1040 × 5008 wants
+# large tiles, which ask for few lines: those of 192 × 192 took four fifths of the time of those of 128 × 128, though
+# these leave fewer multiprocessors idle in their last round. (No record holds that.)
 #
 # Trials find what the rules miss, also among the third rung's tiles: little on average, a few per cent here and there,
 # as printed above. The lowest one stays, at :measured:`matmul-drawn-fp16: triton_gallery, tuned / torch at worst`
