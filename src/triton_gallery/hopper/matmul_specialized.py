@@ -673,7 +673,11 @@ def _plan(
     def time(plan):
         n_consumers, n_cols, n_parts, n_sharing, by_rows = plan
         part_k = cdiv(K * itemsize, n_parts * STEP_BYTES) * STEP_BYTES / 2
-        tile_us = n_consumers * BLOCK_M * n_cols * part_k / rates[n_consumers, n_cols]
+        rate = rates[n_consumers, n_cols]
+        if partial_sums and n_consumers < 3:
+            # While a consumer adds to its sums it multiplies nothing, and there is but one other.
+            rate *= 0.9
+        tile_us = n_consumers * BLOCK_M * n_cols * part_k / rate
         n_tiles = _count_tiles(M, N, n_matrices, n_consumers, n_cols)
         lines_of_step = n_consumers * BLOCK_M * lines[0] + n_cols * lines[1]
         cache_us = n_tiles * cdiv(K * itemsize, STEP_BYTES) * lines_of_step / _LINES_PER_US
