@@ -723,8 +723,8 @@ report_backward
 # %%
 # Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
 # triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, and
-# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even, or a little ahead, but at the
-# largest. (1536, where single products lose most, is not in the sweep.)
+# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even, or a little ahead. (1536, where
+# single products lose most, is not in the sweep.)
 
 # %%
 # What each rung is worth
@@ -1118,7 +1118,7 @@ reports["matmul-odd-fp16"]
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
 # it that this pays. Here that is at 4095³, where our rate is :measured:`matmul-odd-fp16: triton_gallery / torch.compile
-# at 4095` its own, and at 8191³, where it is a little ahead and we are at :measured:`matmul-odd-fp16: triton_gallery /
+# at 4095` its own, and at 8191³, where it is ahead and we are at :measured:`matmul-odd-fp16: triton_gallery /
 # torch.compile at 8191`. At 2047³, which it left as it was, we are at :measured:`matmul-odd-fp16: triton_gallery /
 # torch.compile at 2047`. The trial may come out differently each time: in an earlier record it padded 1023³ and 2047³
 # as well, and was a little ahead at 2047³ and 4095³.
@@ -1323,14 +1323,15 @@ report_drawn
 # the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a tenth of a billion operations
 # we are ahead in nearly all; from there on torch is in most. Such a list finds what chosen sizes hide.
 #
-# Three of the lowest five have tiles for a part of the GPU and much to read, and cuBLAS has a tile that fits. A
-# profiler shows the names of its kernels, which speak of 96 × 256 in two of them and of 64 × 80, 64 × 48 and 224 × 128
-# in the others. (They seem to count the columns of our result first.) In 4528 × 672 × 12752, the lowest, a tile of 256
-# rows and 96 columns makes 126 tiles, which leave only 6 of 132 multiprocessors idle and almost nothing of a tile
-# empty. Ours are 108 of 128 × 256: 24 multiprocessors are idle, and three eighths of every third tile are empty. To cut
-# its :math:`K` at other places, as Stream-K does, so that all multiprocessors have the same to do, made it slower: they
-# are then at different places along :math:`K`, and no longer read what their neighbours have just brought to L2. (That
-# is what we think; no record holds it.)
+# The two lowest, and others among the low ones, have tiles for a part of the GPU and much to read, and cuBLAS has a
+# tile that fits. A profiler shows the names of its kernels, which speak of 96 × 256 in 4528 × 672 × 12752 and in 8784 ×
+# 656 × 1792, of 64 × 80 in 2352 × 256 × 4864, and of 64 × 48 in 2128 × 112 × 4432, all of them in clusters. (They seem
+# to count the columns of our result first.) In 4528 × 672 × 12752, the lowest, a tile of 256 rows and 96 columns makes
+# 126 tiles, which leave only 6 of 132 multiprocessors idle and almost nothing of a tile empty. Ours are 108 of 128 ×
+# 256: 24 multiprocessors are idle, and three eighths of every third tile are empty. To cut its :math:`K` at other
+# places, as Stream-K does, so that all multiprocessors have the same to do, made it slower: they are then at different
+# places along :math:`K`, and no longer read what their neighbours have just brought to L2. (That is what we think; no
+# record holds it.)
 #
 # The :math:`K` of 2128 × 112 × 4432 is 16 times a prime number, so it has no equal parts that are multiples of 16.
 # Where few tiles have a long :math:`K` the library takes the fifth rung, whose parts may begin anywhere, and which has
@@ -1551,8 +1552,9 @@ for rows, *blocks in ((128, 256), (192, 128, 64), (192, 128), (192, 64, 32), (19
 # torch at 8192`. Such products draw much power, and we think that the clock follows; no record holds it.
 #
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
-# median of another size may pass it, as that of 4096³ in float16 does, at :measured:`matmul-fp16: triton_gallery /
-# limit at 4096`. In float8 it is the quicker product whose sums have fewer bits, which neither curve uses.
+# median of another size comes close to it, as that of 4096³ in float16 at :measured:`matmul-fp16: triton_gallery /
+# limit at 4096`, or may pass it. In float8 it is the quicker product whose sums have fewer bits, which neither curve
+# uses.
 
 # %%
 # Break it: forget the short group
