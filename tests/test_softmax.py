@@ -904,6 +904,7 @@ def test_autocast_gives_torchs_dtype(op, dtype, device):
             torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.slow
 def test_row_counts_share_compilations():
     row_counts = [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 128, 255, 500, 512, *range(4090, 4102)]
     ways = {"whole rows": (1000, -1), "online": (65536, -1), "strided": (40, 0)}
@@ -921,6 +922,7 @@ def test_row_counts_share_compilations():
         assert set(map(names.count, names)) <= {1, 2, 3}, way
 
 
+@pytest.mark.slow
 def test_row_lengths_share_compilations():
     calls = [
         (tg.softmax, (torch.empty(4096, n, device="meta", dtype=torch.float16),), {}, True) for n in range(993, 1025)
