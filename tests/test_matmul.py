@@ -1253,8 +1253,8 @@ def test_who_shares_a_tile_has_a_part_of_it():
     assert specialized._plan(2112, 2496, 4096, 1, 2, False, (1, 1), meta)[3:] == (3, False)
     assert specialized._plan(2112, 2496, 8192, 1, 2, False, (1, 1), meta)[3:] == (3, False)
     assert specialized._plan(1024, 1024, 1024, 3, 2, False, (1, 1), meta)[3:] == (2, True)
-    assert specialized._plan(2432, 2048, 8192, 1, 2, False, (1, 1), meta)[3:] == (4, False)
-    assert specialized._plan(2432, 2048, 8192, 1, 1, True, (1, 1), meta)[3:] == (3, False)
+    assert specialized._plan(1792, 2560, 8192, 1, 2, False, (1, 1), meta) == (2, 128, 1, 4, False)
+    assert specialized._plan(1792, 2560, 8192, 1, 1, True, (1, 1), meta) == (2, 128, 1, 4, False)
 
 
 @pytest.mark.gpu
