@@ -11,7 +11,7 @@ what the others leave in memory. It waits for them, who wait for nobody; and as 
 have a program that waits, there is room for all others, in whatever order they start. (Two such launches at a time
 could fill a GPU with programs that wait, if it started later programs before earlier ones, which GPUs do not.)
 
-Blocks of Triton have powers of two as sides. Between 128 and 256 columns that is a wide gap: tiles of 128 may need one
+Blocks of Triton have powers of two as sides. Between one and the next is a wide gap: tiles of 128 columns may need one
 more round where tiles of 256 are half empty. So there are tiles of 96 and of 192 columns, of which BLOCK_N make one
 block and REST_N, half as many, another, each with a descriptor for b, a place in shared memory, and sums of its own.
 """
