@@ -280,9 +280,9 @@ def test_configs_are_few():
 
 @pytest.mark.parametrize("K", [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("N", [16, 64, 128, 256, 512, 1024, 1536, 4096, 6144, 11008, 14336, 32000])
-@pytest.mark.parametrize("is_wide", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("load_bytes", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 16])
 @pytest.mark.parametrize("along_k", [False, True])
-def test_plans_on_hopper_are_few(along_k, is_wide, N, K):
+def test_plans_on_hopper_are_few(along_k, load_bytes, N, K):
     """Whatever the number of rows, twelve compilations of all kernels together."""
     meta = torch.device("meta")
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
@@ -292,7 +292,7 @@ def test_plans_on_hopper_are_few(along_k, is_wide, N, K):
             *tile, n_parts, _, _ = specialized._plan(M, N, K, 1, 2, False, (1, 1), meta)
             compiled["specialized" if n_parts == 1 else "parts"].add(tuple(tile))
         else:
-            n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, is_wide, 1, 2, meta)
+            n_parts, config = matmul_plan._pointer_config(M, N, K, along_k, load_bytes, 1, 2, meta)
             compiled["pointer"].add((n_parts > 1, *config.values()))
     assert len(compiled["pointer"]) <= 4 and len(compiled["specialized"]) <= 9 and len(compiled["parts"]) <= 5
     assert sum(map(len, compiled.values())) <= 12
@@ -304,8 +304,9 @@ def test_there_is_a_plan_on_hopper_for_every_shape(K):
     specialized = pytest.importorskip("triton_gallery.hopper.matmul_specialized")
     for M, N in itertools.product((1, 16, 17, 64, 130, 700, 3001), repeat=2):
         for along_k in (False, True):
-            n_parts, _ = matmul_plan._pointer_config(M, N, K, along_k, True, 1, 2, meta)
-            assert n_parts == 1 or K % (16 * n_parts) == 0
+            for load_bytes in (2, 4, 16):
+                n_parts, _ = matmul_plan._pointer_config(M, N, K, along_k, load_bytes, 1, 2, meta)
+                assert n_parts == 1 or K % (16 * n_parts) == 0
         for itemsize, partial_sums, lines in ((2, False, (1.875, 1)), (2, False, (1, 1)), (1, True, (1.5, 1.75))):
             assert specialized._plan(M, N, K, 1, itemsize, partial_sums, lines, meta).n_parts >= 1
 
@@ -520,6 +521,15 @@ def test_a_narrow_matrix_leaves_a_wide_one_its_loads():
     assert [kernel.load_bits for (kernels,) in outcomes for kernel in kernels] == [128, 128, 128, 32]
 
 
+def test_loads_across_k_are_as_wide_as_the_lengths_allow():
+    calls = []
+    for M, N in ((49, 513), (50, 514), (52, 516), (56, 520), (48, 528)):
+        a, b = (torch.empty((300, cols), device="meta", dtype=torch.float16) for cols in (M, N))
+        calls.append((tg.matmul, (a.mT, b), {}, False))
+    outcomes = tg.codegen._compile(tg.codegen._pack(calls, ("sm_90",)))
+    assert [kernel.load_bits for (kernels,) in outcomes for kernel in kernels] == [16, 32, 64, 128, 128]
+
+
 def test_which_batches_are_copied_for_tma():
     def pays(a, b):
         batch = collapse(a.shape[:-2], a.stride()[:-2], b.stride()[:-2])
@@ -530,7 +540,10 @@ def test_which_batches_are_copied_for_tma():
         return torch.empty(shape, dtype=torch.float16, device="meta")
 
     assert pays(meta(8, 2047, 2047), meta(8, 2047, 2047))
-    assert not pays(meta(8, 47, 2047), meta(8, 2047, 2047))
+    assert pays(meta(8, 47, 2047), meta(8, 2047, 2047))
+    assert pays(meta(17, 4001), meta(17, 4001).mT) and not pays(meta(17, 401), meta(17, 401).mT)
+    # Two rows are not worth a copy of a large matrix.
+    assert not pays(meta(2, 4097), meta(4097, 50257)) and not pays(meta(2, 4098), meta(4098, 50258))
     assert pays(meta(64, 500, 500), meta(64, 500, 500))
     assert not pays(meta(1000, 100, 100), meta(1000, 100, 100))
     assert pays(meta(64, 129, 129), meta(64, 129, 129)) and not pays(meta(16, 129, 129), meta(16, 129, 129))

@@ -63,10 +63,11 @@ def _wrapped(i, size, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     """i % size, in the 64 bits that offsets need, for the BLOCK indices of a tile; the size is a multiple of ALIGN."""
     # A division takes some 20 instructions for each index, and only of matrices smaller than a tile is it needed.
     if size < BLOCK:
-        wrapped = tl.max_contiguous(tl.multiple_of(i % size, ALIGN), ALIGN)
+        wrapped = i % size
     else:
-        wrapped = tl.max_contiguous(tl.multiple_of(tl.where(i < size, i, i - size), ALIGN), ALIGN)
-    return wrapped.to(tl.int64)
+        wrapped = tl.where(i < size, i, i - size)
+    # Said after the cast, in which Triton 3.6 would lose half of it.
+    return tl.max_contiguous(tl.multiple_of(wrapped.to(tl.int64), ALIGN), ALIGN)
 
 
 @triton.jit

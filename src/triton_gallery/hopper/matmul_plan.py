@@ -4,9 +4,8 @@ Three things are decided here, from sizes, strides and alignment alone, so that 
 `set_tuning` has them decided by trial):
 
 - Large products, and those of few tiles with a long K, go to the kernel that works with TMA and specialized warps, and
-  so do smaller ones, from 64 rows and columns on, whose lengths and strides are not all multiples of 16. The pointer
-  kernel takes the others: products whose tiles run all at once, thin ones, and of those with a K of up to 256 all but
-  the largest.
+  so do most of the smaller ones whose lengths and strides are not all multiples of 16. The pointer kernel takes the
+  others: products whose tiles run all at once, thin ones, and of those with a K of up to 256 all but the largest.
 - Where there are at most half as many tiles as multiprocessors, a K of 2048 or more may be cut into parts (*split K*):
   a program computes one part of one tile in float32, and a second kernel adds up the parts, always in the same order.
 - TMA wants rows that begin at multiples of 16 bytes, and matrices of a batch that lie equally far apart. Others of 16
@@ -198,11 +197,11 @@ def sum_us(n_parts: int, n_out: int) -> float:
 
 
 def _pointer_config(
-    M: int, N: int, K: int, along_k: bool, is_wide: bool, n_matrices: int, itemsize: int, device: torch.device
+    M: int, N: int, K: int, along_k: bool, load_bytes: int, n_matrices: int, itemsize: int, device: torch.device
 ) -> tuple[int, dict[str, int]]:
     """Parts of K, and blocks, warps and stages of the pointer kernel.
 
-    `along_k` says whether a and b lie along K, and `is_wide` whether all their lengths and strides are multiples of 16.
+    `along_k` says whether a and b lie along K, and `load_bytes` how many bytes of both can be read at a time.
     """
     n_processors = num_multiprocessors(device)
 
@@ -223,7 +222,12 @@ def _pointer_config(
             n_parts = min(_equal_parts(K, tiles, device), key=time)
         k = K // n_parts
         num_warps = 4
-        if not is_wide:
+        if load_bytes < 4 and n_matrices == 1:
+            # No copy to shared memory is that narrow. A step waits for its loads, so there should be few steps.
+            step_bytes, num_stages = 128 * itemsize, 4
+            if min(block_m, block_n) > 16:
+                block_m, block_n, num_warps = 64, 32, 8
+        elif load_bytes < 16:
             # Narrow loads are many: short steps were the quicker ones.
             step_bytes, num_stages = 128 if block_n <= 64 < K else 64, 4
             if block_n == 64 and M > 64 and K <= 256:
@@ -313,6 +317,20 @@ def _is_large(M: int, N: int, K: int, n_matrices: int, itemsize: int, device: to
     return n_matrices * cdiv(M, 64) * cdiv(N, 64) > n_processors
 
 
+def _suits_tma(M: int, N: int, K: int, align: int, n_matrices: int, itemsize: int, device: torch.device) -> bool:
+    """Whether TMA should be quicker than pointers; `align`, up to 16, divides all lengths and strides."""
+    if align == 16:
+        return _is_large(M, N, K, n_matrices, itemsize, device)
+    is_thin = min(M, N) < 64
+    if align * itemsize < 16:
+        pays = not is_thin
+    elif n_matrices == 1:
+        pays = not is_thin and K > 400
+    else:
+        pays = not is_thin or K > 128
+    return pays or _is_large(M, N, K, n_matrices, itemsize, device)
+
+
 def row_bytes(x: torch.Tensor) -> int:
     """How far the rows of a matrix that TMA can address, or of its transpose, lie apart."""
     return max(x.stride()[-2:]) * x.element_size()
@@ -367,30 +385,33 @@ def zero_padded(x: torch.Tensor) -> torch.Tensor:
 def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list) -> bool:
     """Whether TMA saves more than the copies cost that it needs; in microseconds, by times on an H200.
 
-    Pointers multiply at 60 to 450 TFLOP/s, by the width of their loads, as if K were 160 longer for what begins and
-    ends; a tile of theirs takes 22 to 150 numbers along K in a microsecond. TMA multiplies at 500 TFLOP/s, in whole
-    tiles, or moves 3.4 TB/s. Copies move each number twice.
+    Pointers multiply at 40 to 450 TFLOP/s, by the width of their loads, as if K were 160 longer for what begins and
+    ends; a tile of theirs takes 60 to 200 numbers along K in a microsecond. TMA multiplies at 500 TFLOP/s, in whole
+    tiles, or moves 3.4 TB/s, and takes 300 numbers along K in a microsecond. Copies move each number twice.
     """
     (M, K), N = a.shape[-2:], b.shape[-1]
-    if min(M, N) < 64 or K == 0:
+    if K == 0:
         return False
     align = min(load_width(a), load_width(b))
     if align == 1:
-        tiles = n_matrices * cdiv(M, 64) * cdiv(N, 128)
-        pointers_us = max(5 + tiles * 64 * 128 * 2 * K / 60e6, K / 22)
+        is_across = any(load_width(x) == 1 and x.stride(along_k) != 1 for x, along_k in ((a, -1), (b, -2)))
+        rows, cols = (cdiv(n, 64) * 64 if n > 16 else 16 for n in (M, N))
+        pointers_us = max(5 + 2 * n_matrices * rows * cols * K / (40e6 if is_across else 80e6), 3.5 + K / 60)
     else:
-        rate = {2: 60e6, 4: 190e6}.get(align, 450e6)
-        pointers_us = max(2 * n_matrices * M * N * (K + 160) / rate, K / (50 if align == 2 else 150))
+        rate = {2: 130e6, 4: 190e6}.get(align, 450e6)
+        pointers_us = max(2 * n_matrices * M * N * (K + 160) / rate, 4 + K / (170 if align == 2 else 200))
     operations = 2 * n_matrices * cdiv(M, 128) * 128 * cdiv(N, 128) * 128 * (cdiv(K, 64) * 64 + 64)
     n_bytes = 2 * n_matrices * (M * K + K * N + M * N)
+    tma_us = max(operations / 500e6, n_bytes / 3.4e6, min(K, 2048) / 300) + 5.5
     n_copied, n_read = 0, 0
     for x, (sizes, strides) in zip((a, b), batches, strict=True):
         n_read += x.shape[-2:].numel() * math.prod(n for n, stride in zip(sizes, strides, strict=True) if stride != 0)
         if not _is_aligned(x, 16, sizes, strides):
             n_copied += math.prod((*sizes, *_copied_shape(x)))
+            tma_us += 2.1
     if n_copied > 2 * (n_read + n_matrices * M * N):
         return False  # of matrices that serve several products each there would be a copy for every one
-    return pointers_us > max(operations / 500e6, n_bytes / 3.4e6) + 10 + 4 * n_copied / 3e6
+    return pointers_us > tma_us + 4 * n_copied / 3e6
 
 
 def _by_pointers(
@@ -416,8 +437,9 @@ def _by_rules(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> 
     n_matrices = out.numel() // (M * N)
     tma, specialized = load("matmul"), load("matmul_specialized")
     align = min(load_width(a), load_width(b))
+    load_bytes = align * a.element_size()
     if tma.supports(a, b, batch) and (specialized or tma.can_store(out)):
-        if _is_large(M, N, K, n_matrices, a.element_size(), a.device) or (align < 16 and min(M, N) >= 64):
+        if _suits_tma(M, N, K, align, n_matrices, a.element_size(), a.device):
             _by_tma(None, a, b, bias, out, pre, activation, reduced, batch)
             return
     elif specialized and a.dtype not in FLOAT8:
@@ -427,12 +449,9 @@ def _by_rules(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> 
             batch = (n_matrices,), [(a_stride,), (b_stride,)]
             specialized.multiply(a, b, bias, out, pre, activation, reduced, batch)
             return
-    if align > 1:
-        along_k = a.stride(-1) == b.stride(-2) == 1
-        n_parts, config = _pointer_config(M, N, K, along_k, align == 16, n_matrices, a.element_size(), a.device)
-        _by_pointers(n_parts, config, a, b, bias, out, pre, activation, reduced, batch)
-    else:
-        launch_tiles(a, b, bias, out, pre, activation, batch, reduced)
+    along_k = a.stride(-1) == b.stride(-2) == 1
+    n_parts, config = _pointer_config(M, N, K, along_k, load_bytes, n_matrices, a.element_size(), a.device)
+    _by_pointers(n_parts, config, a, b, bias, out, pre, activation, reduced, batch)
 
 
 def multiply(
