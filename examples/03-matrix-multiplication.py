@@ -601,9 +601,10 @@ torch.testing.assert_close(out, a @ b, rtol=1e-3, atol=1e-3)
 # kernel (`hopper/matmul_specialized.py`) is written in Gluon, the lower-level language that Triton's compiler offers
 # beside it. Tiles, order and epilogue are those of this page, but that the rows of tiles are divided into groups of
 # about the same size, some 12 where tiles are 128 × 256. The library takes this kernel on Hopper for large products of
-# 16-bit numbers, and of float8 if :math:`B` lies transposed, for products of few tiles with a long :math:`K`, and for
-# smaller ones whose rows the third rung would have to load number by number; and it takes the kernel above where Gluon
-# is missing. For all else the third rung is there, and for vectors the small kernel from above.
+# 16-bit numbers, of float8 if :math:`B` lies transposed, and of float32 where fewer bits will do, for products of few
+# tiles with a long :math:`K`, and for smaller ones whose rows the third rung would have to load number by number; and
+# it takes the kernel above where Gluon is missing. For all else the third rung is there, and for vectors the small
+# kernel from above.
 
 # %%
 # How close to the matrix unit's limit?
@@ -622,6 +623,8 @@ from functools import partial
 
 
 def sweep(dtype, name):
+    what = "TensorFloat-32" if name == "tf32" else str(dtype).removeprefix("torch.")
+
     @tg.benchmark.perf_report(
         triton.testing.Benchmark(
             x_names=["n"],
@@ -635,11 +638,12 @@ def sweep(dtype, name):
             plot_name=f"matmul-{name}",
             args={"dtype": dtype},
         ),
-        title=f"Product of two square matrices, {str(dtype).removeprefix('torch.')}",
-        limit=None if name == "fp32" else f"matmul-{name}",
+        title=f"Product of two square matrices, {what}",
+        limit=None if dtype == torch.float32 else f"matmul-{name}",
         rounds=3,
     )
     def bench_matmul(n, dtype, provider):
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         a, b = (torch.randn(n, n, device=DEVICE).to(dtype) for _ in "ab")
         torch_matmul = torch.matmul
         if dtype == torch.float8_e4m3fn:
@@ -649,7 +653,9 @@ def sweep(dtype, name):
         multiply = {"triton_gallery": tg.matmul, "torch": torch_matmul}[provider]
         return tg.benchmark.tflops(2 * n**3, tg.benchmark.measure(lambda: multiply(a, b)))
 
-    return bench_matmul.run()
+    report = bench_matmul.run()
+    torch.set_float32_matmul_precision("highest")
+    return report
 
 
 report_fp16 = sweep(torch.float16, "fp16")
@@ -1003,9 +1009,9 @@ for n in (4352, 5120, 5632, 8192):
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
 # longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. On Hopper the library does
-# this for products of 16-bit numbers, and single ones of float32, where it reckons that this takes less time; the
-# others, and float8, take the third rung with narrow loads. The result needs no copy. Its tiles leave by ordinary
-# stores, in which each warp writes along a row.
+# this for numbers of 16 and of 32 bits where it reckons that this takes less time; the others, and float8, take the
+# third rung with narrow loads. The result needs no copy. Its tiles leave by ordinary stores, in which each warp writes
+# along a row.
 #
 # Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
 # 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. In
@@ -1423,10 +1429,28 @@ report_fp32
 # %%
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
-# at 1536`: 144 tiles of 128 × 128 take two rounds, and the second has 12. At 1024³ it is :measured:`matmul-fp32:
-# triton_gallery / torch at 1024`. Below that there are few tiles, and we gain less or lose: we are at
-# :measured:`matmul-fp32: triton_gallery / torch at 768` at 768³ and at :measured:`matmul-fp32: triton_gallery / torch
-# at 512` at 512³.
+# at 1536`, at 1024³ :measured:`matmul-fp32: triton_gallery / torch at 1024`, and below that there are few tiles: it is
+# :measured:`matmul-fp32: triton_gallery / torch at 768` at 768³ and :measured:`matmul-fp32: triton_gallery / torch at
+# 512` at 512³.
+#
+# Where TensorFloat-32 is allowed the matrix unit takes float32 as it is, at half the rate of 16-bit numbers, and the
+# kernel with specialised warps changes little: 128 bytes of a row are 32 numbers, and beside a result of 32 bits some
+# of its tiles have room for one stage less. But of 32-bit numbers the unit reads only matrices that lie along
+# :math:`K`. In this sweep :math:`B` does not, and is copied to one that does before all but the smallest products. (In
+# `x @ weight.T`, a linear layer's product, both lie along :math:`K` as they are.) Those take the third rung, in tiles
+# of 32 × 32, which four warps multiply out of registers.
+
+report_tf32 = sweep(torch.float32, "tf32")
+report_tf32.plot()
+
+# %%
+
+report_tf32
+
+# %%
+# torch's library reads either way. With the copy we are at :measured:`matmul-tf32: triton_gallery / torch at 8192` its
+# rate at 8192³, at :measured:`matmul-tf32: triton_gallery / torch at 4096` at 4096³, and at :measured:`matmul-tf32:
+# triton_gallery / torch at 1024` at 1024³.
 
 # %%
 # What the compiler made of it

@@ -128,8 +128,9 @@ attention_module._empty_as = lambda *args: empty_as(*args).zero_()
 for name in ("attention_forward", "attention_backward", "attention_heads_backward"):
     if (module := tg.hopper.load(name)) is not None:
         module.padded = lambda x: _launch.padded(x).zero_()
-if (plan := tg.hopper.load("matmul_plan")) is not None:
-    plan.scratch = lambda *args: _launch.scratch(*args).zero_()
+for name in ("matmul_plan", "matmul_float32"):
+    if (plan := tg.hopper.load(name)) is not None:
+        plan.scratch = lambda *args: _launch.scratch(*args).zero_()
 _replay._empty_strided = None  # calls that are replayed take the function below instead
 empty_strided = torch.empty_strided
 torch.empty_strided = lambda *args, **kwargs: empty_strided(*args, **kwargs).zero_()

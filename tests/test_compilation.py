@@ -201,6 +201,22 @@ CASES = [
     Case("matmul", [(4096, 4096), T(4096, 4096)], (F32,), matrix=True, targets=("sm_90",)),
     Case("matmul", [(8, 4096), (4096, 1000)], (F32,), matrix=True, targets=("sm_90",), always=True),
     Case("matmul", [(999, 1001), (1001, 1003)], (F32,), matrix=True, targets=("sm_90",)),
+    Case("matmul", [(300, 1500), T(1500, 300)], (F32,), matrix=True, targets=("sm_90",)),
+    Case("matmul", [(64, 500, 500), (64, 500, 512)], (F32,), matrix=True, targets=("sm_90",)),
+    Case("matmul", [(300, 66, 66), (300, 66, 66)], (F32,), matrix=True, targets=("sm_90",)),
+    *(
+        Case("matmul", pair, (F32,), {"precision": "high"}, True, ("sm_90",), always=always)
+        for pair, always in (
+            ([(4096, 4096), T(4096, 4096)], False),
+            ([(2048, 1000), (1000, 1000)], False),
+            ([(4096, 4096), T(4096, 1152)], False),
+            ([(1024, 1024), T(1024, 1024)], True),
+            ([(300, 1500), (1500, 300)], False),
+            ([(300, 1500), T(1500, 300)], False),
+            ([(8, 4096), (4096, 1000)], False),
+            ([(1000, 100, 100), T(1000, 100, 100)], False),
+        )
+    ),
     Case("matmul", [(2048, 2048), T(2048, 2048)], (F8,), matrix=True, targets=("sm_90",)),
     Case("matmul", [(2048, 2048)] * 2, (F16,), {"bias": (2048,), "activation": "gelu"}, True, ("sm_90",), always=True),
     # Tiles of 256 and of 128 columns that programs share.
@@ -337,6 +353,11 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("matmul 4095x4097 4097x4099 bfloat16", "sm_90"): (8, "the same, with every Triton"),
     ("matmul 500x196x196", "sm_90"): (8, "the same, with Triton 3.7 alone, where rows leave without TMA"),
     ("matmul 8x2047x2047", "sm_90"): (8, "the same"),
+    ("matmul 64x500x500", "sm_90"): (
+        300,
+        "parts of a float32 tile of 128 × 64, some 80 since Triton 3.7; tiles of 64 × 64 are slower all the same",
+    ),
+    ("matmul 4096x4096 T(4096x4096) float32", "sm_90"): (40, "the same, with Triton 3.9 alone"),
     ("matmul 1024x1024 1024x1024 float64", "sm_100"): (12, "a value of 8 bytes and one of 4"),
     ("matmul 4096x4096 4096 float64", "sm_90"): (8, "a value of 8 bytes, with Triton 3.9 alone"),
     ("matmul 4096x4096 4096 float64", "sm_100"): (8, "the same"),

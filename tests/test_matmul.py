@@ -270,10 +270,9 @@ def test_matmul_reaches_beyond_32_bit_offsets():
 
 
 def test_configs_are_few():
-    for wide, itemsize, is_bf16x6 in itertools.product((False, True), (1, 2, 4, 8), (False, True)):
+    for wide, itemsize in itertools.product((False, True), (1, 2, 4, 8)):
         configs = {
-            tuple(_config(M, 4096, 1, itemsize, wide, is_bf16x6, torch.device("meta")).values())
-            for M in (*range(1, 300), 4096)
+            tuple(_config(M, 4096, 1, itemsize, wide, torch.device("meta")).values()) for M in (*range(1, 300), 4096)
         }
         assert len(configs) <= 3
 
@@ -399,7 +398,7 @@ def test_copies_for_tma_of_a_batch(transposed):
     }
     for name, x in batches.items():
         sizes, (strides,) = collapse(x.shape[:-2], x.stride()[:-2])
-        own = matmul_plan._own_batch(sizes, strides)
+        own = matmul_plan.own_batch(sizes, strides)
         first = x[(0,) * (x.dim() - 2)]
         copies, stride = matmul_plan._aligned(first.mT if transposed else first, 16, *own)
         copies = copies.mT if transposed else copies
@@ -502,13 +501,14 @@ BATCHES_ON_HOPPER = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize("name", BATCHES_ON_HOPPER)
-def test_batches_match_torch_whatever_the_plan(name, layout):
-    a, b = BATCHES_ON_HOPPER[name](lambda *shape: random(*shape, dtype=torch.float16))
+@pytest.mark.parametrize("dtype", named([torch.float16, torch.float32]))
+def test_batches_match_torch_whatever_the_plan(dtype, name, layout):
+    a, b = BATCHES_ON_HOPPER[name](lambda *shape: random(*shape, dtype=dtype))
     a = a if layout[0] == "n" else a.mT.contiguous().mT
     b = b if layout[1] == "n" else b.mT.contiguous().mT
     assert_matches_torch(a, b)
     for _ in range(3):
-        assert_matches_torch(a.clone(), b.clone(), random(b.shape[-1], dtype=torch.float16) * 20, "gelu")
+        assert_matches_torch(a.clone(), b.clone(), random(b.shape[-1], dtype=dtype) * 20, "gelu")
 
 
 def test_a_narrow_matrix_leaves_a_wide_one_its_loads():
@@ -533,7 +533,7 @@ def test_loads_across_k_are_as_wide_as_the_lengths_allow():
 def test_which_batches_are_copied_for_tma():
     def pays(a, b):
         batch = collapse(a.shape[:-2], a.stride()[:-2], b.stride()[:-2])
-        batches = [matmul_plan._own_batch(batch[0], strides) for strides in batch[1]]
+        batches = [matmul_plan.own_batch(batch[0], strides) for strides in batch[1]]
         return matmul_plan._copies_pay(a, b, a.shape[:-2].numel(), batches)
 
     def meta(*shape):
@@ -683,8 +683,12 @@ def test_float32_uses_fewer_bits_only_when_asked(float32_precision):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize(
-    "sizes", [(17, 1000, 64), (8, 1024, 512), (640, 16, 333), (512, 512, 8192), (1001, 999, 1003), (1536, 1600, 640)]
-)
+    "sizes",
+    [
+        (17, 1000, 64), (8, 1024, 512), (640, 16, 333), (512, 512, 8192), (1001, 999, 1003), (1536, 1600, 640),
+        (300, 300, 1500), (20, 1000, 1000), (510, 514, 518), (10, 1000, 1000), (2048, 256, 256),
+    ],
+)  # fmt: skip
 def test_float32_is_as_accurate_whatever_the_plan(sizes, layout, float32_precision):
     float32_precision("highest")
     M, N, K = sizes
@@ -693,6 +697,51 @@ def test_float32_is_as_accurate_whatever_the_plan(sizes, layout, float32_precisi
     assert_matches_torch(a, b)
     assert_matches_torch(a.expand(2, M, K), b, random(N) * K**0.5, "gelu")
     assert torch.equal(tg.matmul(a, b), tg.matmul(a, b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1000, 1000, 1000), (2048, 576, 1152), (4096, 1152, 4608), (300, 300, 1500), (64, 4096, 4096), (8, 4096, 4096),
+        (257, 259, 261), (20, 1000, 900), (200, 200, 8200), (128, 256, 0), (12, 500, 512, 500), (300, 66, 66, 66),
+        (40, 77, 64, 77), (500, 100, 100, 100),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tensorfloat32_is_accurate_whatever_the_plan(sizes, layout):
+    *batch, M, N, K = sizes
+    a = random(*batch, M, K) if layout[0] == "n" else random(*batch, K, M).mT
+    b = random(*batch, K, N) if layout[1] == "n" else random(*batch, N, K).mT
+    bias = random(N)
+    exact = a.double() @ b.double()
+    ours = tg.matmul(a, b, precision="high")
+    assert torch.equal(ours, tg.matmul(a, b, precision="high"))
+    largest = exact.abs().max()
+    assert (ours - exact).abs().max() <= 3e-3 * largest
+    both = tg.matmul(a, b, bias=bias, activation="gelu", precision="high")
+    expected = torch.nn.functional.gelu(exact + bias)
+    assert (both - expected).abs().max() <= 4e-3 * largest + 1e-6
+    one_for_all = tg.matmul(a[:1] if batch else a.expand(3, M, K), b, precision="high")
+    expected = (exact if not batch else a[:1].double() @ b.double()).expand_as(one_for_all)
+    assert (one_for_all - expected).abs().max() <= 3e-3 * expected.abs().max()
+
+
+def test_float32_plans_cut_k_into_equal_parts():
+    plan = pytest.importorskip("triton_gallery.hopper.matmul_float32")
+    meta = torch.device("meta")
+    names = ("_FULL_TILES", "_FULL_THIN_TILES", "_REDUCED_TILES", "_REDUCED_THIN_TILES", "_ACROSS_TILES")
+    for M, N, K in itertools.product((2, 64, 700), (16, 130, 3001), (0, 1, 100, 1000, 1001, 8192)):
+        for name in names:
+            _, n_parts, _ = plan._pointer_plan(M, N, K, 1, getattr(plan, name), meta)
+            assert K % n_parts == 0 and K // n_parts % math.gcd(K, 16) == 0
+            assert n_parts == 1 or K // n_parts >= 128
+            assert plan._pointer_plan(M, N, K, 3, getattr(plan, name), meta)[1] == 1
+    # A matrix that serves some of the products would be copied for each.
+    x = torch.empty(4, 1, 64, 64, device="meta").expand(4, 3, 64, 64)
+    assert plan._copy_us(x, *matmul_plan.own_batch((3, 4), (0, 4096))) == math.inf
+    assert plan._copy_us(x, *matmul_plan.own_batch((3, 4), (0, 0))) < math.inf
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, torch.finfo(torch.float32).max])

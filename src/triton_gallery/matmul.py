@@ -277,22 +277,11 @@ def _matvec_join_kernel(
     _store_activated(sums, bias_ptr, out_ptr, pre_ptr, batch * M + rows, rows * stride_bias, rows < M, ACTIVATION)
 
 
-def _config(
-    M: int, N: int, n_matrices: int, itemsize: int, wide: bool, is_bf16x6: bool, device: torch.device
-) -> dict[str, int]:
+def _config(M: int, N: int, n_matrices: int, itemsize: int, wide: bool, device: torch.device) -> dict[str, int]:
     """Block sizes, warps and stages: few choices, so that many shapes mean few compilations.
 
-    `wide` says that loads of 16 bytes are possible, in which one address serves several elements, and `is_bf16x6` that
-    the matrix unit multiplies float32 in that way.
+    `wide` says that loads of 16 bytes are possible, in which one address serves several elements.
     """
-    if is_bf16x6:
-        if min(M, N) <= 16:
-            block_m, block_n = (16, 32) if M <= N else (32, 16)
-            return dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=4)
-        if wide and n_matrices * cdiv(M, 128) * cdiv(N, 128) >= num_multiprocessors(device):
-            return dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP_M=8, num_warps=8, num_stages=3)
-        block_k = 32 if wide else 16
-        return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=block_k, GROUP_M=8, num_warps=4, num_stages=3)
     if wide:
         # 64 bytes of K in each row of a tile. The tiles in flight then fit into 64 KiB, the least shared memory there
         # is among the GPUs that Triton knows.
@@ -328,30 +317,6 @@ def load_width(x: torch.Tensor) -> int:
 def loads_are_wide(x: torch.Tensor) -> bool:
     """Whether neighbours can be read 16 bytes at a time, and the compiler sees it: it looks for multiples of 16."""
     return load_width(x) == 16
-
-
-def _pays_to_copy(a: torch.Tensor, b: torch.Tensor, way: str) -> bool:
-    """Whether float32 matrices whose rows, along K, can be read 16 bytes at a time save more time than copies take."""
-    (M, K), N = a.shape[-2:], b.shape[-1]
-    if a.dim() > 2 or b.dim() > 2 or min(M, N) <= 16 or M * N * K < 2**23:
-        return False
-    if way == "tf32":  # the matrix unit takes no other rows
-        return not (a.stride(-1) == 1 and b.stride(-2) == 1 and loads_are_wide(a) and loads_are_wide(b))
-    return way == "bf16x6" and not (loads_are_wide(a) and loads_are_wide(b))
-
-
-def _num_parts(M: int, N: int, K: int, batch: tuple, device: torch.device) -> int:
-    """In how many parts to sum over a long K, so that few tiles keep the whole GPU busy."""
-    if batch[0] != (1,) or min(M, N) <= 16:
-        return 1
-    n_places = num_multiprocessors(device)
-    n_programs, n_parts = cdiv(M, 64) * cdiv(N, 64), 1
-    # Long parts are worth several programs in each multiprocessor.
-    while K // n_parts >= 1024 and K % (1024 * n_parts) == 0:
-        if n_programs * n_parts > (2 if K // n_parts >= 4096 else 1) * n_places:
-            break
-        n_parts *= 2
-    return n_parts
 
 
 def _result_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -432,11 +397,6 @@ def _multiply(
     if (n_matrices := out.shape[:-2].numel()) >= 2**31:
         raise ValueError(f"matmul: the batch of a and b must have fewer than 2**31 matrices, got {n_matrices}")
     reduced = _is_reduced(a.dtype, precision)
-    way = dot_precision(a, reduced)
-    is_bf16x6 = way == "bf16x6"
-    if is_hopper(a.device) and _pays_to_copy(a, b, way):
-        zero_padded = hopper.load("matmul_plan").zero_padded
-        a, b = zero_padded(a), zero_padded(b.mT).mT
     batch_shape = out.shape[:-2]
     if batch_shape:
         batch_strides = (x.expand(*batch_shape, *x.shape[-2:]).stride()[:-2] for x in (a, b))
@@ -451,14 +411,10 @@ def _multiply(
         return
     if has_hopper_kernels:
         hopper.load("matmul_plan").multiply(a, b, bias, out, pre, activation, reduced, batch)
+    elif is_hopper(a.device) and a.dtype == torch.float32:
+        hopper.load("matmul_float32").multiply(a, b, bias, out, pre, activation, reduced, batch)
     else:
-        arguments = a, b, bias, out, pre, activation, batch
-        n_parts = _num_parts(*out.shape[-2:], a.shape[-1], batch, a.device) if is_bf16x6 else 1
-        if n_parts == 1:
-            launch_tiles(*arguments, reduced)
-        else:
-            multiply = functools.partial(launch_tiles, reduced=reduced)
-            hopper.load("matmul_plan").in_parts(multiply, n_parts, *arguments)
+        launch_tiles(a, b, bias, out, pre, activation, batch, reduced)
 
 
 def _multiply_vector(
@@ -540,11 +496,11 @@ def launch_tiles(
     n_matrices = out.numel() // (M * N)
     way = dot_precision(a, reduced)
     # What the compiler does not see by itself: the widths between one number and 16.
-    widths = [load_width(x) if x.element_size() <= 2 else 1 for x in (a, b)]
+    widths = [load_width(x) for x in (a, b)]
     narrow = [width for width in widths if 1 < width < 16]
     hints = {}
     if narrow:
-        a_bytes, b_bytes = (width * a.element_size() if width in narrow else None for width in widths)
+        a_bytes, b_bytes = (min(width * a.element_size(), 16) if width in narrow else None for width in widths)
         hints = dict(A_BYTES=a_bytes, B_BYTES=b_bytes, A_ALONG_K=a.stride(-1) == 1, B_ALONG_K=b.stride(-2) == 1)
 
     def multiple(size):
@@ -552,7 +508,7 @@ def launch_tiles(
 
     if config is None:
         wide = loads_are_wide(a) and loads_are_wide(b)
-        config = _config(M, N, n_matrices, a.element_size(), wide, way == "bf16x6", a.device)
+        config = _config(M, N, n_matrices, a.element_size(), wide, a.device)
     grid = cdiv(M, config["BLOCK_M"]) * cdiv(N, config["BLOCK_N"]), n_matrices
     matrix_axis = 1 if n_matrices <= _MAX_GRID_Y else 0
     launch(
@@ -705,9 +661,9 @@ def matmul(
         results of long sums, each part needs room for a copy of the result in the dtype of the sums. On Hopper programs
         may share the last tiles of a large product, which takes up to 17 MiB, and products copy matrices first where
         that is quicker: in 16 bits those whose rows do not begin at multiples of 16 bytes, and batches in which no one
-        stride leads from matrix to matrix; single products copy b also if its rows do, but not at multiples of 32, and
-        in float32 both if they cannot be read 16 bytes at a time, and for TensorFloat-32 both unless they are dense
-        along K. Under :class:`torch.autocast` a, b and bias are cast as torch casts them.
+        stride leads from matrix to matrix; single products copy b also if its rows do, but not at multiples of 32. In
+        float32 they copy both if one is odd, and for TensorFloat-32 those that do not lie along K, or whose rows do not
+        begin at multiples of 16 bytes. Under :class:`torch.autocast` a, b and bias are cast as torch casts them.
         AMD GPUs multiply float32 as it is. Hopper, for "highest", takes each number apart into three of bfloat16 and
         adds up the six products that float32 can show; of numbers below 1e-33 fewer bits count, and below 1e-40 none.
 

@@ -145,7 +145,7 @@ def _copy_rows_kernel(
     tl.store(out_ptr + rows * out_row_stride + cols, x, mask=mask)
 
 
-def _copy_rows(x: torch.Tensor, out: torch.Tensor, sizes: tuple = (1,), strides: tuple = (0,)) -> None:
+def copy_rows(x: torch.Tensor, out: torch.Tensor, sizes: tuple = (1,), strides: tuple = (0,)) -> None:
     """Copy x, or a batch of such matrices: `sizes` and `strides` are those of its dimensions, innermost first."""
     n_rows, n_cols = out.shape[-2:]
     vector = 16 // x.element_size()
@@ -241,7 +241,7 @@ def _pointer_config(
         return n_parts, dict(**blocks, num_warps=num_warps, num_stages=num_stages)
 
     # Many short steps along K start a program sooner than few long ones, and of a long K they cost more. Seven or eight
-    # stages were mostly slower than six. (float32 has a plan of its own, in ``matmul.py``, and does not come here.)
+    # stages were mostly slower than six. (float32 has a plan of its own and does not come here.)
     step_bytes = 128 if K < 1536 // itemsize else 256
     if min(M, N) <= 16:
         # Reading the other matrix is the whole cost. One program has as much of it on its way as shared memory holds.
@@ -352,7 +352,7 @@ def _aligned(x: torch.Tensor, unit: int, sizes: tuple = (1,), strides: tuple = (
         copies, stride = _aligned(x.mT, unit, sizes, strides)
         return copies.mT, stride
     copies = scratch((math.prod(sizes), *_copied_shape(x)), x.dtype, x.device)[..., : x.shape[-1]]
-    _copy_rows(x, copies, sizes, strides)
+    copy_rows(x, copies, sizes, strides)
     return copies, copies.stride(0) if any(strides) else 0
 
 
@@ -366,20 +366,12 @@ def _copied_shape(x: torch.Tensor) -> tuple[int, int]:
     return n_rows, cdiv(n_cols, step) * step
 
 
-def _own_batch(sizes: tuple, strides: tuple) -> tuple[tuple, tuple]:
+def own_batch(sizes: tuple, strides: tuple) -> tuple[tuple, tuple]:
     """The batch dimensions of one factor alone; of one matrix that serves them all there is one, with stride 0."""
     if not any(strides) or math.prod(sizes) == 1:
         return (1,), (0,)
     sizes, (strides,) = collapse(sizes[::-1], strides[::-1])
     return sizes, strides
-
-
-def zero_padded(x: torch.Tensor) -> torch.Tensor:
-    """A dense copy of a matrix, with zeros up to a number of columns that every block divides."""
-    n_rows, n_cols = x.shape
-    padded = scratch((n_rows, cdiv(n_cols, 64) * 64), x.dtype, x.device)
-    _copy_rows(x, padded)
-    return padded
 
 
 def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list) -> bool:
@@ -443,7 +435,7 @@ def _by_rules(a, b, bias, out, pre, activation, reduced: bool, batch: tuple) -> 
             _by_tma(None, a, b, bias, out, pre, activation, reduced, batch)
             return
     elif specialized and a.dtype not in FLOAT8:
-        batches = [_own_batch(batch[0], strides) for strides in batch[1]]
+        batches = [own_batch(batch[0], strides) for strides in batch[1]]
         if _copies_pay(a, b, n_matrices, batches):
             (a, a_stride), (b, b_stride) = (_aligned(x, 16, *own) for x, own in zip((a, b), batches, strict=True))
             batch = (n_matrices,), [(a_stride,), (b_stride,)]

@@ -576,8 +576,9 @@ def _matmul_parts_kernel(
     )  # fmt: skip
 
 
-# Consumers, columns of a tile, stages, and how many 16-bit multiplications a multiprocessor does in a microsecond. Of
-# all rates, these and those below put the measured times of 18 plans for each of 186 products into the best order.
+# Consumers, columns of a tile, stages (or as many as there is room for beside a result of float32), and how many 16-bit
+# multiplications a multiprocessor does in a microsecond. Of all rates, these and those below put the measured times of
+# 18 plans for each of 186 products into the best order.
 _TILES = (
     (2, 256, 4, 3.7e6),
     (3, 192, 4, 3.6e6),
@@ -593,6 +594,7 @@ _PART_TILES = [tile for tile in _TILES if tile[0] < 3]  # of parts of K; three c
 _ALONE_PER_US = 2.25e6  # multiplications of one consumer in a microsecond, while the others rest
 _LINES_PER_US = 140e3  # of 128 bytes, that the L2 cache sends to all multiprocessors
 _MAX_SHARING = 4  # programs that may divide K
+_SHARED_BYTES = 226 * 1024  # for what is on its way in or out, beside the barriers
 _TILE_US = 0.27  # of a batch, to begin and to end a tile
 _SHARING_US = 8  # what it costs them to hand on their sums
 _PARTS_US = 1  # what parts cost beside `sum_us`
@@ -743,9 +745,13 @@ def multiply(
         describe(b, b_stride, block_k, block_n, b_transposed),
         describe(b, b_stride, block_k, rest_n, b_transposed) if rest_n else None,
     )
+    # The only consumer has nobody to work while it stores, so it does that at once.
+    out_cols = block_n if n_consumers == 1 else block_n // 2
+    out_bytes = 0 if n_parts > 1 else n_consumers * BLOCK_M * out_cols * out.element_size()
+    stages = next(stages for *tile, stages, _ in _TILES if tile == [n_consumers, n_cols])
     config = dict(
         BLOCK_N=block_n, REST_N=rest_n, NUM_CONSUMERS=n_consumers,
-        STAGES=next(stages for *tile, stages, _ in _TILES if tile == [n_consumers, n_cols]),
+        STAGES=min(stages, (_SHARED_BYTES - out_bytes) // (STEP_BYTES * (n_consumers * BLOCK_M + n_cols))),
         REGISTERS=160 if n_consumers == 3 else 240, BLOCK_M=BLOCK_M, BLOCK_K=block_k,
         A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
     )  # fmt: skip
@@ -768,8 +774,6 @@ def multiply(
         )  # fmt: skip
         sum_parts(parts, bias, out, pre, activation)
         return
-    # The only consumer has nobody to work while it stores, so it does that at once.
-    out_cols = block_n if n_consumers == 1 else block_n // 2
     out_desc, pre_desc = (
         descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, out_cols])
         if x is not None and x.stride(-2) * x.element_size() % 16 == 0

@@ -1,0 +1,158 @@
+"""How Hopper computes a product of float32 matrices: by which kernel, in which tiles, in how many parts.
+
+Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
+
+- Where TensorFloat-32 is allowed, large products go to the kernel that works with TMA and specialized warps. Of 32-bit
+  numbers the matrix unit reads only matrices that lie along K, and TMA wants rows that begin at multiples of 16 bytes.
+  Others are copied to ones that do, if that saves more than it costs.
+- The pointer kernel takes the rest, and all products in full precision. There it takes each number apart in registers,
+  so it does not matter which way a matrix lies. Odd ones, of which a load has a single number, may be copied, too.
+- Where few tiles would leave multiprocessors without work, it cuts K into parts (*split K*).
+
+The times were measured on an H200; they only have to put the choices into the right order.
+"""
+
+import functools
+import math
+
+import torch
+
+from .._launch import cdiv, num_multiprocessors, scratch
+from ..matmul import launch_tiles, load_width
+from . import load
+from .matmul import can_address, is_transposed
+from .matmul_plan import copy_rows, in_parts, own_batch, sum_us
+
+_START_US = 4
+_TILE_US = 0.7  # to begin and to end 64 × 64 numbers of a result
+_BYTES_PER_US = 3.4e6  # of a and b, read once, and of the result
+_MAX_PARTS = 16
+_PART_K = 128  # what a part of K has at least
+_COPY_US = 2  # to start a copy
+_COPY_BYTES_PER_US = 3.6e6  # read and written
+# How much longer the pointer kernel takes where one matrix, or both, are read one number at a time.
+_FULL_NARROW = {1: 1.2, 2: 2.2}
+_REDUCED_NARROW = {1: 1.1, 2: 1.6}
+
+# Rows and columns of a tile, numbers along K in a step, warps, stages, and in how many microseconds 32 numbers along K
+# are done: by a program that has a multiprocessor for itself, and by one of many.
+_FULL_TILES = (
+    (64, 32, 64, 4, 4, 0.49, 0.37),
+    (64, 64, 16, 4, 3, 0.95, 0.57),
+    (64, 64, 32, 4, 4, 0.90, 0.53),
+    (128, 64, 32, 4, 3, 1.40, 0.92),
+)
+_FULL_THIN_TILES = ((16, 32, 64, 4, 4, 0.38, 0.12),)
+# Of many small matrices that are read 4 or 8 bytes at a time.
+_FULL_NARROW_TILES = _FULL_TILES[1:2]
+_REDUCED_TILES = (
+    (64, 32, 64, 4, 4, 0.20, 0.15),
+    (64, 64, 64, 4, 4, 0.28, 0.25),
+    (64, 64, 32, 4, 4, 0.42, 0.21),
+)
+_REDUCED_THIN_TILES = ((16, 32, 64, 4, 4, 0.20, 0.10),)
+# Of matrices that do not lie along K. Tiles of 64 rows would be transposed in registers.
+_ACROSS_TILES = ((32, 32, 32, 4, 4, 0.35, 0.115),)
+
+
+def _memory_us(M: int, N: int, K: int, n_matrices: int) -> float:
+    return 4 * n_matrices * (M * K + K * N + M * N) / _BYTES_PER_US
+
+
+@functools.lru_cache(4096)
+def _pointer_plan(
+    M: int, N: int, K: int, n_matrices: int, tiles: tuple, device: torch.device
+) -> tuple[float, int, dict[str, int]]:
+    """How long the quickest way should take by one of these tiles, its parts of K, and its blocks, warps and stages."""
+    n_processors = num_multiprocessors(device)
+    # Parts begin where rows do: at the same alignment, as far as the compiler knows it.
+    unit = math.gcd(K, 16)
+    most = min(_MAX_PARTS, K // _PART_K) if n_matrices == 1 else 1
+    all_parts = [n for n in range(1, max(1, most) + 1) if K % (n * unit) == 0]
+    found = []
+    for block_m, block_n, block_k, num_warps, num_stages, alone_us, among_us in tiles:
+        if block_m < block_n and M > N:
+            block_m, block_n = block_n, block_m
+        n_tiles = n_matrices * cdiv(M, block_m) * cdiv(N, block_n)
+        for n_parts in all_parts:
+            steps = cdiv(K, n_parts * block_k) * block_k / 32
+            rounds = cdiv(n_tiles * n_parts, n_processors)
+            among_others_us = rounds * (steps * among_us + _TILE_US * block_m * block_n / 64**2)
+            us = max(steps * alone_us, among_others_us, _memory_us(M, N, K, n_matrices)) + sum_us(n_parts, M * N)
+            config = dict(
+                BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=num_warps, num_stages=num_stages
+            )
+            found.append((_START_US + us, n_parts, config))
+    return min(found, key=lambda plan: plan[0])
+
+
+def _lies_well(x: torch.Tensor, sizes: tuple, strides: tuple) -> bool:
+    """Whether TMA brings these matrices to the matrix unit, whose rows are those of a or the columns of b."""
+    return len(sizes) == 1 and not is_transposed(x) and can_address(x, strides[0])
+
+
+def _copy_us(x: torch.Tensor, sizes: tuple, strides: tuple) -> float:
+    if 0 in strides and sizes != (1,):
+        return math.inf  # a matrix that serves some of the products would be copied for each of them
+    return _COPY_US + 8 * math.prod(sizes) * x.shape[-2:].numel() / _COPY_BYTES_PER_US
+
+
+def _copied(x: torch.Tensor, sizes: tuple, strides: tuple) -> tuple[torch.Tensor, int]:
+    """Dense copies, with zeros up to a multiple of 32 columns, and how far they lie apart: 0, if one serves all."""
+    n_rows, n_cols = x.shape[-2:]
+    copies = scratch((math.prod(sizes), n_rows, cdiv(n_cols, 32) * 32), x.dtype, x.device)
+    copy_rows(x, copies, sizes, strides)
+    return copies, copies.stride(0) if any(strides) else 0
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    pre: torch.Tensor | None,
+    activation: str | None,
+    reduced: bool,
+    batch: tuple,
+) -> None:
+    """Write activation(a @ b + bias) to out, and the values before the activation to pre.
+
+    `batch` is what `collapse` gives for the batch dimensions: their sizes, then the strides of a and of b.
+    """
+    (M, N), K = out.shape[-2:], a.shape[-1]
+    n_matrices = out.numel() // (M * N)
+    is_thin = min(M, N) <= 16
+    widths = [load_width(x) for x in (a, b)]
+    if is_thin:
+        tiles = _REDUCED_THIN_TILES if reduced else _FULL_THIN_TILES
+    elif not reduced:
+        tiles = _FULL_NARROW_TILES if n_matrices > 1 and min(widths) < 4 else _FULL_TILES
+    else:
+        tiles = _REDUCED_TILES if a.stride(-1) == b.stride(-2) == 1 else _ACROSS_TILES
+    pointers_us, n_parts, config = _pointer_plan(M, N, K, n_matrices, tiles, a.device)
+    pointers_us *= (_REDUCED_NARROW if reduced else _FULL_NARROW).get(widths.count(1), 1)
+
+    # Both with rows along K, each with the batch dimensions that are its own.
+    rows = [(x, *own_batch(batch[0], strides)) for x, strides in zip((a, b.mT), batch[1], strict=True)]
+    specialized = load("matmul_specialized") if reduced and K > 0 else None
+    if specialized is not None:
+        operations = 2 * n_matrices * cdiv(M, 128) * 128 * cdiv(N, 128) * 128 * (K + 64)
+        tma_us = max(operations / 380e6, _memory_us(M, N, K, n_matrices), min(K, 2048) / 150) + 5.5
+        if tma_us + sum(_copy_us(*x) for x in rows if not _lies_well(*x)) < pointers_us:
+            (a, a_stride), (b, b_stride) = (
+                (x, strides[0]) if _lies_well(x, sizes, strides) else _copied(x, sizes, strides)
+                for x, sizes, strides in rows
+            )
+            batch = (n_matrices,), [(a_stride,), (b_stride,)]
+            specialized.multiply(a[..., :K], b[..., :K].mT, bias, out, pre, activation, reduced, batch)
+            return
+    elif 1 in widths and not is_thin and not reduced:
+        padded_k = cdiv(K, 32) * 32
+        copied_us, *plan = _pointer_plan(M, N, padded_k, n_matrices, _FULL_TILES, a.device)
+        if copied_us + sum(_copy_us(*x) for x in rows) < pointers_us:
+            (a, a_stride), (b, b_stride) = (_copied(*x) for x in rows)
+            b = b.mT
+            batch = (n_matrices,), [(a_stride,), (b_stride,)]
+            n_parts, config = plan
+    tiles_of = functools.partial(launch_tiles, reduced=reduced, config=config)
+    in_parts(tiles_of, n_parts, a, b, bias, out, pre, activation, batch)
