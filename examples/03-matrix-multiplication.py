@@ -1207,9 +1207,9 @@ report_batches
 # of images to :measured:`matmul-batches-fp16: triton_gallery / peers at 768×197×64×197`. With an odd side of 2047 we
 # are at :measured:`matmul-batches-fp16: triton_gallery / torch at 8×2047×2047×2047` torch's rate, and at
 # :measured:`matmul-batches-fp16: triton_gallery / torch.compile at 8×2047×2047×2047` that of `torch.compile`, which
-# pads. The library does not copy where that would take longer than it saves: rows of 100 numbers are read in pieces of
-# 8 bytes, and we are at :measured:`matmul-batches-fp16: triton_gallery / peers at
-# 1000×100×100×100`.
+# pads. The library does not copy where that would take longer than it saves: rows of 197 numbers are read one number at
+# a time, and rows of 100 in pieces of 8 bytes, where we are at :measured:`matmul-batches-fp16: triton_gallery / peers
+# at 1000×100×100×100`.
 #
 # Behind we are with sides of 129, at :measured:`matmul-batches-fp16: triton_gallery / peers at 64×129×129×129`, where
 # two copies and a product are three launches of next to no work, and with sides of 1000, at
@@ -1345,8 +1345,10 @@ report_drawn
 # those whose narrow strips already fill half of the GPU.
 #
 # With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in
-# more than half of those that were drawn; the last line that is printed above has the range. What makes that we have
-# not found out.
+# more than half of those that were drawn; the last line that is printed above has the range. The names that a profiler
+# shows for the vendor's kernels there speak of groups of up to eight programs (*clusters*), for several of which one
+# TMA copy can bring a tile at once (*multicast*). Ours ask L2 for each tile as often as there are programs that want
+# it, since Triton 3.6 has no way to say that. We think that this makes the difference. (No record holds that.)
 #
 # Which tile, and how many parts? For the fifth rung the library reckons how long each choice takes: the multiplications
 # of the rounds, what comes from memory, what comes from L2, and the sum of the parts. It takes the quickest. The rates
@@ -1436,9 +1438,9 @@ report_fp32
 # Where TensorFloat-32 is allowed the matrix unit takes float32 as it is, at half the rate of 16-bit numbers, and the
 # kernel with specialised warps changes little: 128 bytes of a row are 32 numbers, and beside a result of 32 bits some
 # of its tiles have room for one stage less. But of 32-bit numbers the unit reads only matrices that lie along
-# :math:`K`. In this sweep :math:`B` does not, and is copied to one that does before all but the smallest products. (In
-# `x @ weight.T`, a linear layer's product, both lie along :math:`K` as they are.) Those take the third rung, in tiles
-# of 32 × 32, which four warps multiply out of registers.
+# :math:`K`. In this sweep :math:`B` does not, and from 768³ on it is copied to one that does. (In `x @ weight.T`, a
+# linear layer's product, both lie along :math:`K` as they are.) Smaller products take the third rung, in tiles of 32 ×
+# 32, which warps multiply out of registers.
 
 report_tf32 = sweep(torch.float32, "tf32")
 report_tf32.plot()
@@ -1448,9 +1450,10 @@ report_tf32.plot()
 report_tf32
 
 # %%
-# torch's library reads either way. With the copy we are at :measured:`matmul-tf32: triton_gallery / torch at 8192` its
-# rate at 8192³, at :measured:`matmul-tf32: triton_gallery / torch at 4096` at 4096³, and at :measured:`matmul-tf32:
-# triton_gallery / torch at 1024` at 1024³.
+# torch's library gets by without a copy, or with less than ours: we are at :measured:`matmul-tf32: triton_gallery /
+# torch at 1536` its rate at 1536³, but at :measured:`matmul-tf32: triton_gallery / torch at 2048` at 2048³, the lowest
+# of the sweep, and at :measured:`matmul-tf32: triton_gallery / torch at 8192` at 8192³. Without the copy, as in a
+# linear layer, it was 0.96 to 0.97 at 2048³ and at 4096³ when we tried (no record holds that).
 
 # %%
 # What the compiler made of it
@@ -1483,7 +1486,7 @@ tg.codegen.listing(tg.matmul, a, b, target="sm_80")
 # What we saw
 # -----------
 
-for report in (report_fp16, report_bf16, report_fp8, report_fp32):
+for report in (report_fp16, report_bf16, report_fp8, report_fp32, report_tf32):
     print(report.summary())
 
 # %%

@@ -378,7 +378,7 @@ def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list
     """Whether TMA saves more than the copies cost that it needs; in microseconds, by times on an H200.
 
     Pointers multiply at 40 to 450 TFLOP/s, by the width of their loads, as if K were 160 longer for what begins and
-    ends; a tile of theirs takes 60 to 200 numbers along K in a microsecond. TMA multiplies at 500 TFLOP/s, in whole
+    ends; a tile of theirs takes 55 to 200 numbers along K in a microsecond. TMA multiplies at 500 TFLOP/s, in whole
     tiles, or moves 3.4 TB/s, and takes 300 numbers along K in a microsecond. Copies move each number twice.
     """
     (M, K), N = a.shape[-2:], b.shape[-1]
@@ -388,7 +388,7 @@ def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list
     if align == 1:
         is_across = any(load_width(x) == 1 and x.stride(along_k) != 1 for x, along_k in ((a, -1), (b, -2)))
         rows, cols = (cdiv(n, 64) * 64 if n > 16 else 16 for n in (M, N))
-        pointers_us = max(5 + 2 * n_matrices * rows * cols * K / (40e6 if is_across else 80e6), 3.5 + K / 60)
+        pointers_us = max(5 + 2 * n_matrices * rows * cols * K / (40e6 if is_across else 80e6), 3.5 + K / 55)
     else:
         rate = {2: 130e6, 4: 190e6}.get(align, 450e6)
         pointers_us = max(2 * n_matrices * M * N * (K + 160) / rate, 4 + K / (170 if align == 2 else 200))
