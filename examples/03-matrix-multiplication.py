@@ -1431,9 +1431,11 @@ report_fp32
 # %%
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
-# at 1536`, at 1024³ :measured:`matmul-fp32: triton_gallery / torch at 1024`, and below that there are few tiles: it is
-# :measured:`matmul-fp32: triton_gallery / torch at 768` at 768³ and :measured:`matmul-fp32: triton_gallery / torch at
-# 512` at 512³.
+# at 1536`, and at 1024³ :measured:`matmul-fp32: triton_gallery / torch at 1024`. Below that there are few tiles, and a
+# step along :math:`K`, with loads, six products and their sums, takes a lone program half a microsecond or more. So
+# small products have their :math:`K` cut into parts as well, as far down as 128 numbers: at 256³ we are at
+# :measured:`matmul-fp32: triton_gallery / torch at 256`. (`_pointer_plan` in `hopper/matmul_float32.py` reckons which
+# tiles and how many parts are quickest.)
 #
 # Where TensorFloat-32 is allowed the matrix unit takes float32 as it is, at half the rate of 16-bit numbers, and the
 # kernel with specialised warps changes little: 128 bytes of a row are 32 numbers, and beside a result of 32 bits some
