@@ -428,8 +428,9 @@ def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
 #   that addresses follow each other, and wrapping round hides that. If a size is a multiple of 16, which the launcher
 #   says with `ALIGN_M` and `ALIGN_N`, runs of 16 stay whole. Without the promise each number of :math:`B` is loaded by
 #   itself. Sizes that are multiples of 2, 4 or 8, but not of 16, still allow loads of 4, 8 or 16 bytes in 16-bit
-#   matrices. The compiler does not see that, as it looks at each size and stride for a multiple of 16 alone. So `BYTES`
-#   says it of the addresses, and `ALIGN_K` of the place where :math:`K` ends.
+#   matrices. The compiler does not see that, as it looks at each size and stride for a multiple of 16 alone. So
+#   `A_BYTES` and `B_BYTES` say it of the addresses, which follow each other along :math:`K` where `A_ALONG_K` and
+#   `B_ALONG_K` say so, and `ALIGN_K` and `ALIGN_N` say it of the places where :math:`K` and the rows of the result end.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
 #   is, without the matrix unit on NVIDIA's GPUs, "tf32" lets the matrix unit take 10 bits of the inputs' mantissas,
@@ -501,10 +502,10 @@ print("chosen:", tuned_kernel.best_config.kwargs)
 # %%
 # The price is paid at the first launch for each key: every configuration is compiled, and run many times. A model whose
 # lengths change all the time would tune all the time, unless the key is a rounded length. The library does without. Its
-# rules (`_config`, and on Hopper `hopper/matmul_plan.py`) were made from measurements: unasked, nothing is tried in a
-# first call, and everybody with the same GPU gets the same kernel, with the same bits. (How to ask is told further
-# down, at the products drawn by lot.) There is more about tuning in the guide's chapter *"Hello, World!" and the
-# programming model*.
+# rules (`_config`, and on Hopper `hopper/matmul_plan.py` and `hopper/matmul_float32.py`) were made from measurements:
+# unasked, nothing is tried in a first call, and everybody with the same GPU gets the same kernel, with the same bits.
+# (How to ask is told further down, at the products drawn by lot.) There is more about tuning in the guide's chapter
+# *"Hello, World!" and the programming model*.
 
 # %%
 # From a kernel to a function
@@ -602,9 +603,9 @@ torch.testing.assert_close(out, a @ b, rtol=1e-3, atol=1e-3)
 # beside it. Tiles, order and epilogue are those of this page, but that the rows of tiles are divided into groups of
 # about the same size, some 12 where tiles are 128 × 256. The library takes this kernel on Hopper for large products of
 # 16-bit numbers, of float8 if :math:`B` lies transposed, and of float32 where fewer bits will do, for products of few
-# tiles with a long :math:`K`, and for smaller ones whose rows the third rung would have to load number by number; and
-# it takes the kernel above where Gluon is missing. For all else the third rung is there, and for vectors the small
-# kernel from above.
+# tiles with a long :math:`K`, and for many smaller ones that the third rung would load in narrow pieces. Where Gluon is
+# missing, the kernel above takes what it can of 16-bit numbers and float8. For all else the third rung is there, and
+# for vectors the small kernel from above.
 
 # %%
 # How close to the matrix unit's limit?
@@ -1009,8 +1010,8 @@ for n in (4352, 5120, 5632, 8192):
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
 # longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. On Hopper the library does
-# this for numbers of 16 and of 32 bits where it reckons that this takes less time; the others, and float8, take the
-# third rung with narrow loads. The result needs no copy. Its tiles leave by ordinary stores, in which each warp writes
+# this for numbers of 16 and of 32 bits, where it reckons that it takes less time. Where not, and for float8, the third
+# rung loads in narrow pieces. The result needs no copy. Its tiles leave by ordinary stores, in which each warp writes
 # along a row.
 #
 # Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
@@ -1123,11 +1124,11 @@ reports["matmul-odd-fp16"]
 # With odd sides the library copies at all sizes of the sweep, and is ahead of torch's product at all of them: at 511³
 # our rate is :measured:`matmul-odd-fp16: triton_gallery / torch at 511` torch's and at 4095³
 # :measured:`matmul-odd-fp16: triton_gallery / torch at 4095`. `torch.compile` pads, too, where a trial of its own tells
-# it that this pays. Here that is at 4095³, where our rate is :measured:`matmul-odd-fp16: triton_gallery / torch.compile
-# at 4095` its own, and at 8191³, where it is ahead and we are at :measured:`matmul-odd-fp16: triton_gallery /
-# torch.compile at 8191`. At 2047³, which it left as it was, we are at :measured:`matmul-odd-fp16: triton_gallery /
-# torch.compile at 2047`. The trial may come out differently each time: in an earlier record it padded 1023³ and 2047³
-# as well, and was a little ahead at 2047³ and 4095³.
+# it that this pays. Here that is at 4095³ and at 8191³, and there it is ahead: our rate is :measured:`matmul-odd-fp16:
+# triton_gallery / torch.compile at 4095` and :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 8191` its
+# own. At 2047³, which it left as it was, we are at :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 2047`.
+# The trial may come out differently each time: in an earlier record it padded 1023³ and 2047³ as well, and was a little
+# ahead at 2047³, too.
 #
 # And a bias and GELU on the way out:
 
@@ -1151,11 +1152,11 @@ reports["matmul-gelu-fp16"]
 # -------
 #
 # A batch is many products of one shape. Enough of them fill the GPU, however small each is. Here large ones come first,
-# and then the scores of 16 heads, with the queries and keys as a model has them, the heads of one token side by side.
-# No one stride leads through all their matrices, which TMA would need, so the library copies them. (torch copies them,
-# too.) Then 2048 products of 128³, which wait for memory, and less convenient sizes: rows of 200 and 1000 bytes, which
-# TMA cannot address, rows of 2000, of which every second one begins in the middle of a sector, attention over images in
-# 197 pieces, and odd sides.
+# and then what attention multiplies first, queries by keys: 16 *heads* for each of 8 texts are 128 products of 1024 ×
+# 64 by 64 × 1024. They lie as a model has them, the heads of one token side by side. No one stride leads through all
+# these matrices, which TMA would need, so the library copies them. (torch copies them, too.) Then 2048 products of
+# 128³, which wait for memory, and less convenient sizes: rows of 200 and 1000 bytes, which TMA cannot address, rows of
+# 2000, of which every second one begins in the middle of a sector, attention over images in 197 pieces, and odd sides.
 
 
 def draw_batch(size):
@@ -1207,16 +1208,18 @@ report_batches
 # of images to :measured:`matmul-batches-fp16: triton_gallery / peers at 768×197×64×197`. With an odd side of 2047 we
 # are at :measured:`matmul-batches-fp16: triton_gallery / torch at 8×2047×2047×2047` torch's rate, and at
 # :measured:`matmul-batches-fp16: triton_gallery / torch.compile at 8×2047×2047×2047` that of `torch.compile`, which
-# pads. The library does not copy where that would take longer than it saves: rows of 197 numbers are read one number at
-# a time, and rows of 100 in pieces of 8 bytes, where we are at :measured:`matmul-batches-fp16: triton_gallery / peers
-# at 1000×100×100×100`.
+# pads. Rows of 500 numbers are copied as well, where we are at :measured:`matmul-batches-fp16: triton_gallery / peers
+# at 64×500×500×500`. The library does not copy where that would take longer than it saves: rows of 197 numbers are read
+# one number at a time, and rows of 100 in pieces of 8 bytes, where we are at :measured:`matmul-batches-fp16:
+# triton_gallery / peers at 1000×100×100×100`.
 #
-# Behind we are with sides of 129, at :measured:`matmul-batches-fp16: triton_gallery / peers at 64×129×129×129`, where
-# two copies and a product are three launches of next to no work, and with sides of 1000, at
+# Furthest behind we are with sides of 129, at :measured:`matmul-batches-fp16: triton_gallery / peers at
+# 64×129×129×129`, where two copies and a product are three launches of next to no work, and with sides of 1000, at
 # :measured:`matmul-batches-fp16: triton_gallery / peers at 32×1000×1000×1000`. Every second row of those begins in the
 # middle of a sector. To copy one of the matrices or both made it no quicker when we tried (no record holds that). The
 # first batch, sixteen products that would each nearly fill the GPU, is at :measured:`matmul-batches-fp16:
-# triton_gallery / peers at 16×2048×2048×2048`.
+# triton_gallery / peers at 16×2048×2048×2048`, and that of 128³ at :measured:`matmul-batches-fp16: triton_gallery /
+# peers at 2048×128×128×128`.
 
 # %%
 # Products drawn by lot
@@ -1229,7 +1232,8 @@ report_batches
 # The rules that choose tiles and parts were made from other products, so they will not always find what is best for
 # these. `triton_gallery.set_tuning(True)` has the choice made by trial. The first product of new sizes then times what
 # the third and the fifth rung offer for it, and keeps the quickest choice in a file, where later processes find it. We
-# measure both. (Off Hopper GPUs there is nothing to choose, and the two are the same.)
+# measure both. (There is a choice on Hopper GPUs alone, and of float32, and of rows that TMA cannot address, there is
+# none. Elsewhere the two are the same.)
 
 import random
 import statistics
@@ -1331,8 +1335,9 @@ report_drawn
 #
 # The two lowest, and others among the low ones, have tiles for a part of the GPU and much to read, and cuBLAS has a
 # tile that fits. A profiler shows the names of its kernels, which speak of 96 × 256 in 4528 × 672 × 12752 and in 8784 ×
-# 656 × 1792, of 64 × 80 in 2352 × 256 × 4864, and of 64 × 48 in 2128 × 112 × 4432, all of them in clusters. (They seem
-# to count the columns of our result first.) In 4528 × 672 × 12752, the lowest, a tile of 256 rows and 96 columns makes
+# 656 × 1792, of 64 × 80 in 2352 × 256 × 4864, and of 64 × 48 in 2128 × 112 × 4432, all of them in *clusters*: groups of
+# programs, to several of which one TMA copy brings a tile at once. (They seem to count the columns of our result
+# first.) In 4528 × 672 × 12752, the lowest, a tile of 256 rows and 96 columns makes
 # 126 tiles, which leave only 6 of 132 multiprocessors idle and almost nothing of a tile empty. Ours are 108 of 128 ×
 # 256: 24 multiprocessors are idle, and three eighths of every third tile are empty. To cut its :math:`K` at other
 # places, as Stream-K does, so that all multiprocessors have the same to do, made it slower: they are then at different
@@ -1345,10 +1350,10 @@ report_drawn
 # those whose narrow strips already fill half of the GPU.
 #
 # With a :math:`K` of 200 to 1000 and more tiles of 64 × 64 than there are multiprocessors we are slower than torch in
-# more than half of those that were drawn; the last line that is printed above has the range. The names that a profiler
-# shows for the vendor's kernels there speak of groups of up to eight programs (*clusters*), for several of which one
-# TMA copy can bring a tile at once (*multicast*). Ours ask L2 for each tile as often as there are programs that want
-# it, since Triton 3.6 has no way to say that. We think that this makes the difference. (No record holds that.)
+# more than half of those that were drawn; the last line that is printed above has the range. For such sizes the names
+# of cuBLAS's kernels speak of clusters of up to eight programs. Ours ask L2 for each tile as often as there are
+# programs that want it, since Triton 3.6 has no way to share a copy. We think that this makes the difference. (No
+# record holds that.)
 #
 # Which tile, and how many parts? For the fifth rung the library reckons how long each choice takes: the multiplications
 # of the rounds, what comes from memory, what comes from L2, and the sum of the parts. It takes the quickest. The rates
@@ -1362,8 +1367,8 @@ report_drawn
 # large tiles, which ask for few lines: those of 192 × 192 took four fifths of the time of those of 128 × 128, though
 # these leave fewer multiprocessors idle in their last round. (No record holds that.)
 #
-# Trials find what the rules miss, also among the third rung's tiles: little on average, a few per cent here and there,
-# as printed above. The lowest one stays, at :measured:`matmul-drawn-fp16: triton_gallery, tuned / torch at worst`
+# Trials find what the rules miss, also among the third rung's tiles: little on average, more here and there, as printed
+# above. The lowest one stays, at :measured:`matmul-drawn-fp16: triton_gallery, tuned / torch at worst`
 # torch's rate: none of the tiles that we have is quicker there.
 
 # %%
@@ -1432,17 +1437,18 @@ report_fp32
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
 # triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
 # at 1536`, and at 1024³ :measured:`matmul-fp32: triton_gallery / torch at 1024`. Below that there are few tiles, and a
-# step along :math:`K`, with loads, six products and their sums, takes a lone program half a microsecond or more. So
-# small products have their :math:`K` cut into parts as well, as far down as 128 numbers: at 256³ we are at
-# :measured:`matmul-fp32: triton_gallery / torch at 256`. (`_pointer_plan` in `hopper/matmul_float32.py` reckons which
-# tiles and how many parts are quickest.)
+# step along :math:`K`, with loads, six products and their sums, takes a lone program half a microsecond or more. So the
+# :math:`K` of many small products is cut into parts as well, as far down as 128 numbers: at 256³ we are at
+# :measured:`matmul-fp32: triton_gallery / torch at 256`. At 512³ there are 128 tiles of 64 × 32, one for nearly each
+# multiprocessor, and nothing is cut: :measured:`matmul-fp32: triton_gallery / torch at 512`. (`_pointer_plan` in
+# `hopper/matmul_float32.py` reckons which tiles and how many parts are quickest.)
 #
-# Where TensorFloat-32 is allowed the matrix unit takes float32 as it is, at half the rate of 16-bit numbers, and the
-# kernel with specialised warps changes little: 128 bytes of a row are 32 numbers, and beside a result of 32 bits some
-# of its tiles have room for one stage less. But of 32-bit numbers the unit reads only matrices that lie along
-# :math:`K`. In this sweep :math:`B` does not, and from 768³ on it is copied to one that does. (In `x @ weight.T`, a
-# linear layer's product, both lie along :math:`K` as they are.) Smaller products take the third rung, in tiles of 32 ×
-# 32, which warps multiply out of registers.
+# Where TensorFloat-32 is allowed nothing has to be taken apart: the matrix unit reads all 32 bits, and ignores the last
+# 13. That is at half the rate of 16-bit numbers. The kernel with specialised warps changes little: 128 bytes of a row
+# are 32 numbers, and beside a result of 32 bits some of its tiles have room for one stage less. But in shared memory
+# the unit reads 32-bit numbers only along :math:`K`. In this sweep :math:`B` does not lie so, and from 768³ on it is
+# copied to a matrix that does. (In `x @ weight.T`, a linear layer's product, both lie along :math:`K` as they are.) The
+# smaller products of the sweep take the third rung, in tiles of 32 × 32, which warps multiply out of registers.
 
 report_tf32 = sweep(torch.float32, "tf32")
 report_tf32.plot()
@@ -1452,10 +1458,11 @@ report_tf32.plot()
 report_tf32
 
 # %%
-# torch's library gets by without a copy, or with less than ours: we are at :measured:`matmul-tf32: triton_gallery /
-# torch at 1536` its rate at 1536³, but at :measured:`matmul-tf32: triton_gallery / torch at 2048` at 2048³, the lowest
-# of the sweep, and at :measured:`matmul-tf32: triton_gallery / torch at 8192` at 8192³. Without the copy, as in a
-# linear layer, it was 0.96 to 0.97 at 2048³ and at 4096³ when we tried (no record holds that).
+# Up to 1024³ we are about even with torch, at :measured:`matmul-tf32: triton_gallery / torch at 768` its rate at 768³,
+# and at 1536³ at :measured:`matmul-tf32: triton_gallery / torch at 1536`. From 2048³ on torch is ahead: we are at
+# :measured:`matmul-tf32: triton_gallery / torch at 2048` there, the lowest of the sweep, and at :measured:`matmul-tf32:
+# triton_gallery / torch at 8192` at 8192³. We think that its library needs no copy, or a quicker one: where none was
+# needed, as in a linear layer, we were at 0.96 to 0.97 at 2048³ and at 4096³ (no record holds that).
 
 # %%
 # What the compiler made of it
@@ -1498,11 +1505,12 @@ for n in (256, 512, 1024):
     print(f"{n}³: {2 * n**3 / report_fp16.series('triton_gallery')[n] * 1e-6:.1f} µs")
 
 # %%
-# That is by our clock, which starts ahead of the kernel's start on the GPU. A profiler counts the kernel alone, and of
-# these times that is the smaller a part the smaller the product is. (No record holds that.) For 512³ the library takes
-# small tiles of 64 × 32, of which all 128 run at once. Each reads little, and our rate there is :measured:`matmul-fp16:
-# triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too, since the first product
-# waits for the first step to arrive. (`_pointer_config` in `hopper/matmul_plan.py` has the limits.)
+# That is by our clock, which starts ahead of the kernel's start on the GPU. A profiler counts the kernel alone: the
+# smaller the product, the smaller is the kernel's part of these times. (No record holds that.) For 512³ the library
+# takes small tiles of 64 × 32, of which all 128 run at once. Each reads little, and our rate there is
+# :measured:`matmul-fp16: triton_gallery / torch at 512` torch's. How far a step goes along :math:`K` matters, too,
+# since the first product waits for the first step to arrive. (`_pointer_config` in `hopper/matmul_plan.py` has the
+# limits.)
 #
 # And where does the time inside of a kernel go? Not all of it into products. Before, barriers are made, the warps part,
 # and the first tile comes from memory; behind, the result leaves. So a program of the fifth rung does what it can at
@@ -1520,7 +1528,7 @@ for n in (256, 512, 1024):
 # torch at 1024` in bfloat16.
 #
 # cuBLAS chooses among many more tiles than we do: the name of its kernel for 1536³ speaks of 192 × 96, too (whichever
-# of the two counts our columns), and of *clusters* of two multiprocessors, to both of which one copy brings a tile.
+# of the two counts our columns), and of clusters of two programs.
 # Triton's blocks are powers of two, so that our 96 columns are two blocks, of 64 and of 32, each with sums of its own,
 # and 192 are 128 and 64. Such tiles serve many products whose matrices have three times a power of two as columns: at
 # 3072³, 256 tiles of 192 × 192 make two rounds. Clusters, which Gluon has since Triton 3.7, take longer to start; of

@@ -289,7 +289,7 @@ def test_settings_of_torch_are_those_of_the_call():
     q = empty(4, 8, 2048, 64)
     x, before = empty(64, 64, dtype=torch.float32), torch.get_float32_matmul_precision()
     calls = [
-        (triton_gallery.matmul, [x, x], {}, False),
+        (triton_gallery.matmul, [x, x.mT], {}, False),
         (triton_gallery.attention, [q, q, q], {}, True),
         (triton_gallery.add, [empty(64, dtype=torch.int32), 1.5], {}, False),
     ]

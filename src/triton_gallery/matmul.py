@@ -657,13 +657,14 @@ def matmul(
         Every call adds in the same order, so results repeat bit for bit for tensors that lie alike in memory (with
         :func:`~triton_gallery.set_tuning`, once they have been tried). When a gradient is needed, "gelu" and "silu"
         store the values before the activation as well; the other activations are differentiated from the result.
-        Gradients of any order are matrix products by the same kernels. Where a sum is cut into parts, as for small
-        results of long sums, each part needs room for a copy of the result in the dtype of the sums. On Hopper programs
-        may share the last tiles of a large product, which takes up to 17 MiB, and products copy matrices first where
-        that is quicker: in 16 bits those whose rows do not begin at multiples of 16 bytes, and batches in which no one
-        stride leads from matrix to matrix; single products copy b also if its rows do, but not at multiples of 32. In
-        float32 they copy both if one is odd, and for TensorFloat-32 those that do not lie along K, or whose rows do not
-        begin at multiples of 16 bytes. Under :class:`torch.autocast` a, b and bias are cast as torch casts them.
+        Gradients of any order are matrix products by the same kernels. Where sums are cut into parts, as in products of
+        few tiles, each part needs room for a copy of the result in the dtype of the sums. On Hopper programs may share
+        the last tiles of a large product, which takes up to 17 MiB, and products copy matrices first where that is
+        quicker: in 16 bits those whose rows do not begin at multiples of 16 bytes, and batches in which no one stride
+        leads from matrix to matrix, and from 1536 rows of a on also a single b whose rows do not begin at multiples of
+        32 bytes. In float32 they copy both if one can only be read number by number, and for TensorFloat-32 those that
+        do not lie along K, besides those that are copied in 16 bits. Under :class:`torch.autocast` a, b and bias are
+        cast as torch casts them.
         AMD GPUs multiply float32 as it is. Hopper, for "highest", takes each number apart into three of bfloat16 and
         adds up the six products that float32 can show; of numbers below 1e-33 fewer bits count, and below 1e-40 none.
 

@@ -2,9 +2,9 @@
 
 Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
-- Where TensorFloat-32 is allowed, large products go to the kernel that works with TMA and specialized warps. Of 32-bit
-  numbers the matrix unit reads only matrices that lie along K, and TMA wants rows that begin at multiples of 16 bytes.
-  Others are copied to ones that do, if that saves more than it costs.
+- Where TensorFloat-32 is allowed, large products go to the kernel that works with TMA and specialized warps. There the
+  matrix unit reads 32-bit numbers only along K, and TMA wants rows that begin at multiples of 16 bytes. Matrices that
+  do not lie so are copied to ones that do, if that saves more than it costs.
 - The pointer kernel takes the rest, and all products in full precision. There it takes each number apart in registers,
   so it does not matter which way a matrix lies. Odd ones, of which a load has a single number, may be copied, too.
 - Where few tiles would leave multiprocessors without work, it cuts K into parts (*split K*).

@@ -377,9 +377,10 @@ def own_batch(sizes: tuple, strides: tuple) -> tuple[tuple, tuple]:
 def _copies_pay(a: torch.Tensor, b: torch.Tensor, n_matrices: int, batches: list) -> bool:
     """Whether TMA saves more than the copies cost that it needs; in microseconds, by times on an H200.
 
-    Pointers multiply at 40 to 450 TFLOP/s, by the width of their loads, as if K were 160 longer for what begins and
-    ends; a tile of theirs takes 55 to 200 numbers along K in a microsecond. TMA multiplies at 500 TFLOP/s, in whole
-    tiles, or moves 3.4 TB/s, and takes 300 numbers along K in a microsecond. Copies move each number twice.
+    Pointers multiply at 130 to 450 TFLOP/s, by the width of their loads, as if K were 160 longer for what begins and
+    ends; number by number at 40 or 80, in whole tiles. A tile takes 55 to 200 numbers along K in a microsecond. TMA
+    multiplies at 500 TFLOP/s, in whole tiles, or moves 3.4 TB/s, and takes 300 numbers along K in a microsecond. Copies
+    move each number twice.
     """
     (M, K), N = a.shape[-2:], b.shape[-1]
     if K == 0:
