@@ -148,7 +148,8 @@ def multiply(
             batch = (n_matrices,), [(a_stride,), (b_stride,)]
             specialized.multiply(a[..., :K], b[..., :K].mT, bias, out, pre, activation, reduced, batch)
             return
-    elif 1 in widths and not is_thin and not reduced:
+    elif not reduced and not is_thin and 1 in widths and n_matrices * M * N * K >= 2**23:
+        # Smaller ones would be done before their copies are.
         padded_k = cdiv(K, 32) * 32
         copied_us, *plan = _pointer_plan(M, N, padded_k, n_matrices, _FULL_TILES, a.device)
         if copied_us + sum(_copy_us(*x) for x in rows) < pointers_us:
