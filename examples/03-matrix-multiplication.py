@@ -1010,9 +1010,9 @@ for n in (4352, 5120, 5632, 8192):
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
 # longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. On Hopper the library does
-# this for numbers of 16 and of 32 bits, where it reckons that it takes less time. Where not, and for float8, the third
-# rung loads in narrow pieces. The result needs no copy. Its tiles leave by ordinary stores, in which each warp writes
-# along a row.
+# this for numbers of 16 and of 32 bits, where it reckons that it takes less time. (All bits of float32 need the third
+# rung, whose loads are wide then.) Where not, and for float8, the third rung loads in narrow pieces. The result needs
+# no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
 #
 # Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
 # 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. In

@@ -357,7 +357,6 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
         300,
         "parts of a float32 tile of 128 × 64, some 80 since Triton 3.7; tiles of 64 × 64 are slower all the same",
     ),
-    ("matmul 4096x4096 T(4096x4096) float32", "sm_90"): (40, "the same, with Triton 3.9 alone"),
     ("matmul 1024x1024 1024x1024 float64", "sm_100"): (12, "a value of 8 bytes and one of 4"),
     ("matmul 4096x4096 4096 float64", "sm_90"): (8, "a value of 8 bytes, with Triton 3.9 alone"),
     ("matmul 4096x4096 4096 float64", "sm_100"): (8, "the same"),
