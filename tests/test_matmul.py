@@ -744,6 +744,25 @@ def test_float32_plans_cut_k_into_equal_parts():
     assert plan._copy_us(x, *matmul_plan.own_batch((3, 4), (0, 0))) < math.inf
 
 
+def test_who_is_copied_for_tensorfloat32():
+    plan = pytest.importorskip("triton_gallery.hopper.matmul_float32")
+
+    def copied(a, b):
+        return plan._are_copied([(x, (1,), (0,)) for x in (a, b.mT)])
+
+    def meta(*shape):
+        return torch.empty(shape, device="meta")
+
+    a, b = meta(1000, 2000), meta(2000, 500)
+    along, across = meta(500, 2000).mT, meta(2000, 1000).mT
+    # One of the two may lie across K, but not both: then the smaller one is copied.
+    assert copied(a, b) == copied(a, along) == copied(across, along) == [False, False]
+    assert copied(across, b) == [False, True] and copied(b.mT, across.mT) == [True, False]
+    # TMA wants rows that begin at multiples of 16 bytes.
+    assert copied(meta(1000, 2001)[:, :2000], b) == [True, False]
+    assert copied(a, meta(2000, 501)[:, :500]) == copied(across, meta(2000, 501)) == [False, True]
+
+
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, torch.finfo(torch.float32).max])
 def test_float32_keeps_all_its_bits(size, float32_precision):
     float32_precision("highest")
@@ -1264,6 +1283,29 @@ def test_every_tile_that_programs_share_in_float8(specialized, tile, reduced):
     for plan in plans_that_share(specialized, tile, M, N, K, 1, 1, not reduced):
         out, _ = run_tma(specialized, a, b, reduced=reduced, plan=[plan])
         assert_as_accurate_as_torch(out, a.bfloat16() @ b.bfloat16(), expected, floor=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tt"])
+@pytest.mark.parametrize("tile", [*SHARED, (1, 128), (1, 64)])
+def test_every_plan_of_tensorfloat32(specialized, tile, layout):
+    M, N, K = SHARED.get(tile, (1000, 777, 520))
+    plans = [specialized.Plan(*tile, n_parts, 1, False) for n_parts in ((1, 3) if tile[0] < 3 else (1,))]
+    if tile in SHARED:
+        plans += plans_that_share(specialized, tile, M, N, K, 1, 4, False)
+    if layout == "nn":
+        # The kernel computes the transposed product; TMA wants rows of multiples of 16 bytes.
+        M, N = N, M
+    a, b, bias = (x.float() for x in random_product(M, N, K, layout))
+    before = a.double() @ b.double() + bias
+    expected = torch.nn.functional.gelu(before)
+    for plan in plans:
+        out, pre = run_tma(specialized, a, b, bias, "gelu", save_pre=True, reduced=True, plan=[plan])
+        # The numbers of these matrices have 10 bits, which is all that counts.
+        for found, exact in ((out, expected), (pre, before)):
+            assert (found - exact).abs().max() <= 3e-5 * exact.abs().max()
+        again = [run_tma(specialized, a, b, bias, "gelu", reduced=True, plan=[plan])[0] for _ in range(10)]
+        assert all(torch.equal(x, out) for x in again)
 
 
 @pytest.mark.gpu

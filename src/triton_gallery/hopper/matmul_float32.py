@@ -2,9 +2,9 @@
 
 Three things are decided here, from sizes, strides and alignment alone, so that equal calls give equal bits:
 
-- Where TensorFloat-32 is allowed, large products go to the kernel that works with TMA and specialized warps. There the
-  matrix unit reads 32-bit numbers only along K, and TMA wants rows that begin at multiples of 16 bytes. Matrices that
-  do not lie so are copied to ones that do, if that saves more than it costs.
+- Where TensorFloat-32 is allowed, large products go to the kernel that works with TMA and specialized warps. It can
+  multiply them if one of the matrices at least lies along K, and all their rows begin at multiples of 16 bytes. Others
+  are copied first, if that saves more than it costs.
 - The pointer kernel takes the rest, and all products in full precision. There it takes each number apart in registers,
   so it does not matter which way a matrix lies. Odd ones, of which a load has a single number, may be copied, too.
 - Where few tiles would leave multiprocessors without work, it cuts K into parts (*split K*).
@@ -42,6 +42,7 @@ _FULL_TILES = (
     (64, 64, 32, 4, 4, 0.90, 0.53),
     (128, 64, 32, 4, 3, 1.40, 0.92),
 )
+_FULL_WIDE_TILES = (*_FULL_TILES, (128, 128, 32, 8, 3, 1.90, 1.72))  # of narrower loads the last would spill 300 bytes
 _FULL_THIN_TILES = ((16, 32, 64, 4, 4, 0.38, 0.12),)
 # Of many small matrices that are read 4 or 8 bytes at a time.
 _FULL_NARROW_TILES = _FULL_TILES[1:2]
@@ -86,9 +87,13 @@ def _pointer_plan(
     return min(found, key=lambda plan: plan[0])
 
 
-def _lies_well(x: torch.Tensor, sizes: tuple, strides: tuple) -> bool:
-    """Whether TMA brings these matrices to the matrix unit, whose rows are those of a or the columns of b."""
-    return len(sizes) == 1 and not is_transposed(x) and can_address(x, strides[0])
+def _are_copied(rows: list[tuple[torch.Tensor, tuple, tuple]]) -> list[bool]:
+    """Which matrices are copied for TMA: those that it cannot address, and of two that lie across K the smaller one."""
+    copied = [len(sizes) > 1 or not can_address(x, strides[0]) for x, sizes, strides in rows]
+    if not any(copied) and all(is_transposed(x) for x, _, _ in rows):
+        a_us, b_us = (_copy_us(*x) for x in rows)
+        copied = [a_us <= b_us, a_us > b_us]
+    return copied
 
 
 def _copy_us(x: torch.Tensor, sizes: tuple, strides: tuple) -> float:
@@ -126,24 +131,29 @@ def multiply(
     if is_thin:
         tiles = _REDUCED_THIN_TILES if reduced else _FULL_THIN_TILES
     elif not reduced:
-        tiles = _FULL_NARROW_TILES if n_matrices > 1 and min(widths) < 4 else _FULL_TILES
-        if min(widths) == 16:  # of other widths it would spill 300 bytes
-            tiles = *tiles, (128, 128, 32, 8, 3, 1.90, 1.72)
+        if min(widths) == 16:
+            tiles = _FULL_WIDE_TILES
+        else:
+            tiles = _FULL_NARROW_TILES if n_matrices > 1 and min(widths) < 4 else _FULL_TILES
     else:
         tiles = _REDUCED_TILES if a.stride(-1) == b.stride(-2) == 1 else _ACROSS_TILES
     pointers_us, n_parts, config = _pointer_plan(M, N, K, n_matrices, tiles, a.device)
     pointers_us *= (_REDUCED_NARROW if reduced else _FULL_NARROW).get(widths.count(1), 1)
+    if reduced and min(widths) in (4, 8):
+        pointers_us += 0.15 * (pointers_us - _START_US)
 
     # Both with rows along K, each with the batch dimensions that are its own.
     rows = [(x, *own_batch(batch[0], strides)) for x, strides in zip((a, b.mT), batch[1], strict=True)]
     specialized = load("matmul_specialized") if reduced and K > 0 else None
     if specialized is not None:
         operations = 2 * n_matrices * cdiv(M, 128) * 128 * cdiv(N, 128) * 128 * (K + 64)
-        tma_us = max(operations / 380e6, _memory_us(M, N, K, n_matrices), min(K, 2048) / 150) + 5.5
-        if tma_us + sum(_copy_us(*x) for x in rows if not _lies_well(*x)) < pointers_us:
+        # A long K is cut into parts where there are few tiles.
+        least_us = (K if K < 2048 else 1024) / 150
+        tma_us = max(operations / 380e6, _memory_us(M, N, K, n_matrices), least_us) + 5.5
+        are_copied = _are_copied(rows)
+        if tma_us + sum(_copy_us(*x) for x, copied in zip(rows, are_copied, strict=True) if copied) < pointers_us:
             (a, a_stride), (b, b_stride) = (
-                (x, strides[0]) if _lies_well(x, sizes, strides) else _copied(x, sizes, strides)
-                for x, sizes, strides in rows
+                _copied(*x) if copied else (x[0], x[2][0]) for x, copied in zip(rows, are_copied, strict=True)
             )
             batch = (n_matrices,), [(a_stride,), (b_stride,)]
             specialized.multiply(a[..., :K], b[..., :K].mT, bias, out, pre, activation, reduced, batch)

@@ -14,6 +14,10 @@ could fill a GPU with programs that wait, if it started later programs before ea
 Blocks of Triton have powers of two as sides. Between one and the next is a wide gap: tiles of 128 columns may need one
 more round where tiles of 256 are half empty. So there are tiles of 96 and of 192 columns, of which BLOCK_N make one
 block and REST_N, half as many, another, each with a descriptor for b, a place in shared memory, and sums of its own.
+
+From shared memory the matrix unit reads 32-bit numbers (as TensorFloat-32) only along K. It takes those of its left
+operand from registers as well, where it does not matter how they lay before. So a may lie across K; and where b does,
+and a does not, the consumers compute the transposed product, whose left operand is b.
 """
 
 import functools
@@ -176,28 +180,37 @@ def _operand(smem, i, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def _store(desc, ptr, values, smem, batch, row, col, M, N):
+def _store(desc, ptr, values, smem, batch, row, col, M, N, TRANSPOSED: gl.constexpr):
     """Send values to memory by way of shared memory, once what was there before has left it."""
-    tile = smem.reshape((values.shape[0], values.shape[1]))
+    tile = smem.reshape((smem.shape[1], smem.shape[2]))
     store_wait(0)
-    tile.store(values.to(smem.dtype))
+    if TRANSPOSED:
+        tile.permute((1, 0)).store(values.to(smem.dtype))
+        row, col, M, N = col, row, N, M
+    else:
+        tile.store(values.to(smem.dtype))
     if desc is not None:
         fence_async_shared()
         async_store(desc, [batch, row, col], smem)
     else:
         # Rows that TMA cannot address: each warp stores along one of them, a number for each thread.
         ALONG: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-        rows = (row + gl.arange(0, values.shape[0], gl.SliceLayout(1, ALONG)))[:, None]
-        cols = (col + gl.arange(0, values.shape[1], gl.SliceLayout(0, ALONG)))[None, :]
+        rows = (row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, ALONG)))[:, None]
+        cols = (col + gl.arange(0, tile.shape[1], gl.SliceLayout(0, ALONG)))[None, :]
         ptrs = ptr + (batch.to(gl.int64) * M + rows) * N + cols
         gl.store(ptrs, tile.load(ALONG), mask=(rows < M) & (cols < N))
 
 
 @gluon.jit
-def _store_part(ptr, acc, batch, row, col, M, N):
-    """Send sums to memory from the registers: a row of a warp's tile has 32 bytes, a whole sector, for four threads."""
+def _store_part(ptr, acc, batch, row, col, M, N, TRANSPOSED: gl.constexpr):
+    """Send sums to memory from the registers: a row of a warp's tile has 32 bytes, a whole sector, for four threads.
+
+    So has a column, for eight threads.
+    """
     rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))[:, None]
     cols = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))[None, :]
+    if TRANSPOSED:
+        rows, cols, row, col, M, N = cols, rows, col, row, N, M
     # Rows of parts begin at multiples of four numbers, and what lies behind the N-th is nobody's.
     stride = gl.cdiv(N, 4) * 4
     ptr += (batch.to(gl.int64) * M + row) * stride + col
@@ -254,20 +267,70 @@ def _receive(sums_ptr, mail_ptr, left, right, place):
 @gluon.jit
 def _finish(
     pieces, bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, smem, batch, row, col, M, N, stride_bias,
-    ACTIVATION: gl.constexpr,
+    ACTIVATION: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Add the bias to the pieces of a tile, apply the activation, and send them to memory."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for piece in gl.static_range(len(pieces)):
         pre = pieces[piece]
-        first = col + piece * smem.shape[2]
+        first = col + piece * pre.shape[1]
         if bias_ptr is not None:
             # One number for each thread; all of them are then handed to whoever needs them.
-            cols = first + gl.arange(0, smem.shape[2], gl.BlockedLayout([1], [32], [4], [0]))
-            bias = gl.load(bias_ptr + cols.to(gl.int64) * stride_bias, mask=cols < N, other=0.0).to(gl.float32)
-            pre += gl.convert_layout(bias, gl.SliceLayout(0, pre.type.layout))[None, :]
+            if TRANSPOSED:
+                places = row + gl.arange(0, pre.shape[0], LINE)
+                mask = places < M
+            else:
+                places = first + gl.arange(0, pre.shape[1], LINE)
+                mask = places < N
+            bias = gl.load(bias_ptr + places.to(gl.int64) * stride_bias, mask=mask, other=0.0).to(gl.float32)
+            if TRANSPOSED:
+                pre += gl.convert_layout(bias, gl.SliceLayout(1, pre.type.layout))[:, None]
+            else:
+                pre += gl.convert_layout(bias, gl.SliceLayout(0, pre.type.layout))[None, :]
         if pre_ptr is not None:
-            _store(pre_desc, pre_ptr, pre, smem, batch, row, first, M, N)
-        _store(out_desc, out_ptr, _activate(pre, ACTIVATION, smem.dtype), smem, batch, row, first, M, N)
+            _store(pre_desc, pre_ptr, pre, smem, batch, row, first, M, N, TRANSPOSED)
+        out = _activate(pre, ACTIVATION, smem.dtype)
+        _store(out_desc, out_ptr, out, smem, batch, row, first, M, N, TRANSPOSED)
+
+
+@gluon.jit
+def _sum_from_registers(
+    a_smem, b_smem, rest_smem, full, empty, acc, rest, step, begin, end,
+    NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Add up the products of a tile's steps, where the numbers of a reach the matrix unit by way of registers."""
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 1)
+    # Of large tiles the other consumer's product takes longer than it takes to read these numbers.
+    AHEAD: gl.constexpr = acc.shape[1] < 256
+    if AHEAD:
+        mbarrier.wait(full.index(step % STAGES), phase(step, STAGES))
+        next_a = _operand(a_smem, step % STAGES * NUM_CONSUMERS + CONSUMER, A_TRANSPOSED).load(A_LAYOUT)
+    for k in range(begin, end):
+        if AHEAD:
+            a = next_a
+        else:
+            mbarrier.wait(full.index(step % STAGES), phase(step, STAGES))
+            a = _operand(a_smem, step % STAGES * NUM_CONSUMERS + CONSUMER, A_TRANSPOSED).load(A_LAYOUT)
+        token = warpgroup_mma(a, _operand(b_smem, step % STAGES, True), acc, use_acc=k > begin, is_async=True)
+        if rest is not None:
+            rest_a = gl.convert_layout(a, gl.DotOperandLayout(0, rest.type.layout, 1), assert_trivial=True)
+            b = _operand(rest_smem, step % STAGES, True)
+            rest_token = warpgroup_mma(rest_a, b, rest, use_acc=k > begin, is_async=True)
+        if AHEAD:
+            if k + 1 < end:
+                mbarrier.wait(full.index((step + 1) % STAGES), phase(step + 1, STAGES))
+                next_a = _operand(a_smem, (step + 1) % STAGES * NUM_CONSUMERS + CONSUMER, A_TRANSPOSED).load(A_LAYOUT)
+        # The compiler must not give a's registers away while the matrix unit reads them: so a is named, too.
+        if rest is not None:
+            acc, rest, _ = warpgroup_mma_wait(0, deps=(token, rest_token, a))
+        else:
+            acc, _ = warpgroup_mma_wait(0, deps=(token, a))
+        mbarrier.arrive(empty.index(step % STAGES), count=1)
+        step += 1
+    if rest is not None:
+        return acc, rest
+    else:
+        return acc
 
 
 @gluon.jit
@@ -276,7 +339,7 @@ def _consumer(
     full, empty, order, rounds, M, N, K, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, REST_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-    ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
+    OUT_TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns BLOCK_M rows of each of the program's tiles."""
     # One instruction multiplies 256 bits of each row of a.
@@ -284,6 +347,8 @@ def _consumer(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, INSTRUCTION_K])
     if rest_smem is not None:
         REST_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST_N, INSTRUCTION_K])
+    # With blocks of 128 and of 64 columns it reads a twice; of 32-bit numbers that took longer than registers do.
+    A_IN_REGISTERS: gl.constexpr = INSTRUCTION_K == 8 and (A_TRANSPOSED or REST_N == 64)
     step = 0
     steps = gl.cdiv(K, BLOCK_K)
     for i in range(_num_tiles(rounds)):
@@ -298,32 +363,45 @@ def _consumer(
             acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
             if rest_smem is not None:
                 rest = gl.zeros([BLOCK_M, REST_N], gl.float32, REST_LAYOUT)
-            for k in range(begin, end):
-                stage = step % STAGES
-                a = _operand(a_smem, stage * NUM_CONSUMERS + CONSUMER, A_TRANSPOSED)
-                b = _operand(b_smem, stage, B_TRANSPOSED)
-                mbarrier.wait(full.index(stage), phase(step, STAGES))
-                if PARTIAL_SUMS:
-                    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
-                    token = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-                    acc += warpgroup_mma_wait(0, deps=(token,))
-                    mbarrier.arrive(empty.index(stage), count=1)
+            if A_IN_REGISTERS:
+                if rest_smem is not None:
+                    acc, rest = _sum_from_registers(
+                        a_smem, b_smem, rest_smem, full, empty, acc, rest, step, begin, end,
+                        NUM_CONSUMERS, STAGES, A_TRANSPOSED, CONSUMER,
+                    )  # fmt: skip
                 else:
-                    token = warpgroup_mma(a, b, acc, use_acc=k > begin, is_async=True)
-                    # The products of this step stay in flight; those of the one before are done, and so is its stage.
-                    if rest_smem is not None:
-                        b = _operand(rest_smem, stage, B_TRANSPOSED)
-                        rest_token = warpgroup_mma(a, b, rest, use_acc=k > begin, is_async=True)
-                        acc, rest = warpgroup_mma_wait(2, deps=(token, rest_token))
+                    acc = _sum_from_registers(
+                        a_smem, b_smem, rest_smem, full, empty, acc, None, step, begin, end,
+                        NUM_CONSUMERS, STAGES, A_TRANSPOSED, CONSUMER,
+                    )  # fmt: skip
+                step += end - begin
+            else:
+                for k in range(begin, end):
+                    stage = step % STAGES
+                    a = _operand(a_smem, stage * NUM_CONSUMERS + CONSUMER, A_TRANSPOSED)
+                    b = _operand(b_smem, stage, B_TRANSPOSED)
+                    mbarrier.wait(full.index(stage), phase(step, STAGES))
+                    if PARTIAL_SUMS:
+                        zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
+                        token = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+                        acc += warpgroup_mma_wait(0, deps=(token,))
+                        mbarrier.arrive(empty.index(stage), count=1)
                     else:
-                        acc = warpgroup_mma_wait(1, deps=(token,))
-                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > begin)
-                step += 1
+                        token = warpgroup_mma(a, b, acc, use_acc=k > begin, is_async=True)
+                        # The products of this step stay in flight; those of the one before are done, as is its stage.
+                        if rest_smem is not None:
+                            b = _operand(rest_smem, stage, B_TRANSPOSED)
+                            rest_token = warpgroup_mma(a, b, rest, use_acc=k > begin, is_async=True)
+                            acc, rest = warpgroup_mma_wait(2, deps=(token, rest_token))
+                        else:
+                            acc = warpgroup_mma_wait(1, deps=(token,))
+                        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > begin)
+                    step += 1
             # The last product is under way while this is computed.
             batch, tile_m, tile_n = _tile(tile, order)
             row = (tile_m * NUM_CONSUMERS + first + CONSUMER) * BLOCK_M
             col = tile_n * (BLOCK_N + REST_N)
-            if not PARTIAL_SUMS:
+            if not PARTIAL_SUMS and not A_IN_REGISTERS:
                 if rest_smem is not None:
                     acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
                 else:
@@ -331,19 +409,19 @@ def _consumer(
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
 
             if out_smem is None:
-                _store_part(out_ptr, acc, batch, row, col, M, N)
+                _store_part(out_ptr, acc, batch, row, col, M, N, OUT_TRANSPOSED)
                 if rest_smem is not None:
-                    _store_part(out_ptr, rest, batch, row, col + BLOCK_N, M, N)
+                    _store_part(out_ptr, rest, batch, row, col + BLOCK_N, M, N, OUT_TRANSPOSED)
             elif rest_smem is not None:
                 left, right = _halves(acc)
                 _finish(
                     (left, right, rest), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER),
-                    batch, row, col, M, N, stride_bias, ACTIVATION,
+                    batch, row, col, M, N, stride_bias, ACTIVATION, OUT_TRANSPOSED,
                 )  # fmt: skip
             elif sums_ptr is None:
                 _finish(
                     (acc,), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row, col,
-                    M, N, stride_bias, ACTIVATION,
+                    M, N, stride_bias, ACTIVATION, OUT_TRANSPOSED,
                 )  # fmt: skip
             elif end < steps:
                 _send(sums_ptr, mail_ptr, acc, gl.program_id(0) * NUM_CONSUMERS + CONSUMER)
@@ -360,7 +438,7 @@ def _consumer(
                 left, right = _in_rows(left, BLOCK_M), _in_rows(right, BLOCK_M)
                 _finish(
                     (left, right), bias_ptr, out_ptr, pre_ptr, out_desc, pre_desc, out_smem.index(CONSUMER), batch, row,
-                    col, M, N, stride_bias, ACTIVATION,
+                    col, M, N, stride_bias, ACTIVATION, OUT_TRANSPOSED,
                 )  # fmt: skip
     store_wait(0)
 
@@ -385,7 +463,8 @@ def _tiles(
     K, a_step, b_step, k_step, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, REST_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-    ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr, REGISTERS: gl.constexpr,
+    OUT_TRANSPOSED: gl.constexpr, ACTIVATION: gl.constexpr, PARTIAL_SUMS: gl.constexpr, OUT_COLS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Divides the program's warps: one group copies the tiles, the others multiply them."""
     # The kernel after this one may make itself ready from now on.
@@ -395,7 +474,10 @@ def _tiles(
     out_smem: gl.constexpr = None
     rest_smem: gl.constexpr = None
     if OUT_COLS > 0:
-        out_smem = _out_tiles(out_ptr, NUM_CONSUMERS, BLOCK_M, OUT_COLS)
+        if OUT_TRANSPOSED:
+            out_smem = _out_tiles(out_ptr, NUM_CONSUMERS, OUT_COLS, BLOCK_M)
+        else:
+            out_smem = _out_tiles(out_ptr, NUM_CONSUMERS, BLOCK_M, OUT_COLS)
     if REST_N > 0:
         rest_smem = _ring(rest_desc, STAGES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -429,7 +511,7 @@ def _tiles(
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
                 out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 0)),
+                OUT_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, 0)),
         ], [4], [REGISTERS])
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
@@ -440,12 +522,12 @@ def _tiles(
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
                 out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 0)),
+                OUT_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
                 out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 1)),
+                OUT_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
@@ -456,17 +538,17 @@ def _tiles(
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
                 out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 0)),
+                OUT_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, 0)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
                 out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 1)),
+                OUT_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, 1)),
             (_consumer, (
                 bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, a_smem, b_smem, rest_smem,
                 out_smem, full, empty, order, rounds, M, N, K, stride_bias,
                 BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
-                ACTIVATION, PARTIAL_SUMS, 2)),
+                OUT_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on
 
@@ -515,6 +597,7 @@ def _matmul_specialized_kernel(
     STAGES: gl.constexpr,
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
+    OUT_TRANSPOSED: gl.constexpr,  # out and pre are (n_matrices, N, M), and the bias is (M,)
     ACTIVATION: gl.constexpr,
     PARTIAL_SUMS: gl.constexpr,
     OUT_COLS: gl.constexpr,
@@ -529,7 +612,7 @@ def _matmul_specialized_kernel(
     _tiles(
         a_desc, b_desc, rest_desc, bias_ptr, out_ptr, pre_ptr, sums_ptr, mail_ptr, out_desc, pre_desc, order, rounds,
         M, N, K, a_step, b_step, 0, stride_bias, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES,
-        A_TRANSPOSED, B_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
+        A_TRANSPOSED, B_TRANSPOSED, OUT_TRANSPOSED, ACTIVATION, PARTIAL_SUMS, OUT_COLS, REGISTERS,
     )  # fmt: skip
 
 
@@ -561,6 +644,7 @@ def _matmul_parts_kernel(
     STAGES: gl.constexpr,
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
+    OUT_TRANSPOSED: gl.constexpr,
     PARTIAL_SUMS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -571,8 +655,8 @@ def _matmul_parts_kernel(
     order = tiles_m, tiles_n, group_m, per_matrix, per_group, per_column, per_last_column
     _tiles(
         a_desc, b_desc, rest_desc, None, out_ptr, None, None, None, None, None, order, None, M, N, part_k, 0, 0,
-        part_k, 0, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED, None,
-        PARTIAL_SUMS, 0, REGISTERS,
+        part_k, 0, BLOCK_M, BLOCK_N, REST_N, BLOCK_K, NUM_CONSUMERS, STAGES, A_TRANSPOSED, B_TRANSPOSED,
+        OUT_TRANSPOSED, None, PARTIAL_SUMS, 0, REGISTERS,
     )  # fmt: skip
 
 
@@ -726,8 +810,12 @@ def multiply(
 
     `plan` is one of `plans`; None means the one that should be the quickest.
     """
-    (M, N), K = out.shape[-2:], a.shape[-1]
     (n_matrices,), ((a_stride,), (b_stride,)) = batch
+    # Of float32 only a may lie across K. Where b does, the transposed product is computed.
+    out_transposed = a.dtype == torch.float32 and not is_transposed(b)
+    if out_transposed:
+        a, b, a_stride, b_stride = b.mT, a.mT, b_stride, a_stride
+    (M, K), N = a.shape[-2:], b.shape[-1]
     partial_sums = a.dtype in FLOAT8 and not reduced
     if plan is None:
         plan = _plan(M, N, K, n_matrices, a.element_size(), partial_sums, (_lines(a), _lines(b)), a.device)
@@ -753,7 +841,8 @@ def multiply(
         BLOCK_N=block_n, REST_N=rest_n, NUM_CONSUMERS=n_consumers,
         STAGES=min(stages, (_SHARED_BYTES - out_bytes) // (STEP_BYTES * (n_consumers * BLOCK_M + n_cols))),
         REGISTERS=160 if n_consumers == 3 else 240, BLOCK_M=BLOCK_M, BLOCK_K=block_k,
-        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
+        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, OUT_TRANSPOSED=out_transposed,
+        PARTIAL_SUMS=partial_sums, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if n_parts > 1:
         part_k = cdiv(K, n_parts * block_k) * block_k
@@ -766,7 +855,8 @@ def multiply(
     order = tiles_m, tiles_n, group_m, *map(_inverse, divisors)
     if n_parts > 1:
         # Rows that begin at multiples of 16 bytes.
-        parts = scratch((n_parts, M, cdiv(N, 4) * 4), torch.float32, out.device)[..., :N]
+        n_rows, n_row = out.shape[-2:]
+        parts = scratch((n_parts, n_rows, cdiv(n_row, 4) * 4), torch.float32, out.device)[..., :n_row]
         launch(
             _matmul_parts_kernel, (n_programs,),
             *descriptors, parts, *order, M, N, part_k,
@@ -775,7 +865,10 @@ def multiply(
         sum_parts(parts, bias, out, pre, activation)
         return
     out_desc, pre_desc = (
-        descriptor(matrices(x, n_matrices, M * x.stride(-2)), [1, BLOCK_M, out_cols])
+        descriptor(
+            matrices(x, n_matrices, x.shape[-2] * x.stride(-2)),
+            [1, out_cols, BLOCK_M] if out_transposed else [1, BLOCK_M, out_cols],
+        )
         if x is not None and x.stride(-2) * x.element_size() % 16 == 0
         else None
         for x in (out, pre)
