@@ -1446,9 +1446,14 @@ report_fp32
 # Where TensorFloat-32 is allowed nothing has to be taken apart: the matrix unit reads all 32 bits, and ignores the last
 # 13. That is at half the rate of 16-bit numbers. The kernel with specialised warps changes little: 128 bytes of a row
 # are 32 numbers, and beside a result of 32 bits some of its tiles have room for one stage less. But in shared memory
-# the unit reads 32-bit numbers only along :math:`K`. In this sweep :math:`B` does not lie so, and from 768³ on it is
-# copied to a matrix that does. (In `x @ weight.T`, a linear layer's product, both lie along :math:`K` as they are.) The
-# smaller products of the sweep take the third rung, in tiles of 32 × 32, which warps multiply out of registers.
+# the unit reads 32-bit numbers only along :math:`K`, and in this sweep :math:`B` does not lie so. (In `x @ weight.T`, a
+# linear layer's product, both matrices do.) There is another way in. The left factor may come out of registers, and
+# into registers a thread loads any number it likes. So from 768³ on the kernel computes
+# :math:`C^T = B^T A^T`: its left factor is :math:`B^T`, which goes through registers, and its right one is :math:`A^T`,
+# of which the unit reads :math:`A`'s rows, along :math:`K`. A tile of :math:`C^T` is turned over once, on its way out
+# through shared memory. Only where neither matrix lies along :math:`K`, as in the gradient of a weight,
+# :math:`x^T dy`, the smaller one is copied first. The smaller products of the sweep take the third rung, in tiles of
+# 32 × 32, which warps multiply out of registers.
 
 report_tf32 = sweep(torch.float32, "tf32")
 report_tf32.plot()
@@ -1458,11 +1463,10 @@ report_tf32.plot()
 report_tf32
 
 # %%
-# Up to 1024³ we are about even with torch, at :measured:`matmul-tf32: triton_gallery / torch at 768` its rate at 768³,
-# and at 1536³ at :measured:`matmul-tf32: triton_gallery / torch at 1536`. From 2048³ on torch is ahead: we are at
-# :measured:`matmul-tf32: triton_gallery / torch at 2048` there, the lowest of the sweep, and at :measured:`matmul-tf32:
-# triton_gallery / torch at 8192` at 8192³. We think that its library needs no copy, or a quicker one: where none was
-# needed, as in a linear layer, we were at 0.96 to 0.97 at 2048³ and at 4096³ (no record holds that).
+# Up to 2048³ we are even with torch or ahead, at :measured:`matmul-tf32: triton_gallery / torch at 512` its rate at
+# 512³, :measured:`matmul-tf32: triton_gallery / torch at 1536` at 1536³ and :measured:`matmul-tf32: triton_gallery /
+# torch at 2048` at 2048³; at 3072³ it is :measured:`matmul-tf32: triton_gallery / torch at 3072`. At 4096³ and beyond
+# torch is ahead. The lowest of the sweep is :measured:`matmul-tf32: triton_gallery / torch at worst`.
 
 # %%
 # What the compiler made of it
