@@ -66,10 +66,11 @@ for S in (512, 2048, 8192, 16384):
 
 # %%
 # With the scores in memory, four trips of :math:`S^2` numbers with two bytes each, the arithmetic intensity cannot
-# exceed :math:`4 S^2 D / 8 S^2 = D / 2` operations per byte, however long the sequence is. That is to the left
-# of the *ridge*, the intensity from which on the matrix units of today set the time (page three), so memory would set
-# the time. Without the scores it is :math:`4 S^2 D / 8 S D = S / 2`, and attention can run at the rate of a
-# matrix product. All it takes is never to write the scores down.
+# exceed :math:`4 S^2 D / 8 S^2 = D / 2` operations per byte, however long the sequence is. That is to the left of the
+# *ridge*, the intensity from which on the matrix units of today set the time (page three), so memory would set the
+# time. Without the scores it is :math:`4 S^2 D / 8 S D = S / 2`, which passes the ridge from a few hundred positions
+# on. Then memory no longer stands in the way. So the first step is never to write the scores down. How near attention
+# then comes to the rate of a matrix product is what the rest of the page is about.
 
 # %%
 # A sum may change its reference at any time
@@ -364,9 +365,11 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 # What the hard lines are for
 # ---------------------------
 #
-# - `_tile_and_head` decides in which order the work is handed out. Programs that run at the same time should read the
-#   same keys and values, so that the L2 cache serves most of them. Heads are taken in sections whose keys and values
-#   fit there together. (`my_attention` passes `batch * n_heads`, so that all heads are one section.)
+# - `_tile_and_head` decides in which order the work is handed out. A section is as many heads as have keys and values
+#   that fit into the L2 cache together. Within one, every head's first tile comes first, then every head's second, and
+#   so on; each round finds in the cache what the one before has read. (`my_attention` passes `batch * n_heads`, so that
+#   all heads are one section. The comparison of the versions, further down, shows what that costs where there are
+#   many.)
 # - `start` counts from the end: under a causal mask the last queries see the most keys. Long jobs first, short jobs
 #   into the gaps, is how any list of jobs ends early on many machines.
 # - `scale_log2` holds :math:`\sigma \log_2 e`. The hardware computes :math:`2^x`, and :math:`e^x = 2^{x \log_2 e}`.
@@ -637,10 +640,13 @@ for is_causal in (False, True):
 # --------------------------
 #
 # Like torch's `scaled_dot_product_attention`, `triton_gallery.attention` has `is_causal`, `scale` and `enable_gqa`. It
-# has a `window`, a `causal_alignment` and `return_lse` besides, and no dropout and no mask of your own. It takes any
-# strides, lengths of queries and keys together up to 2³¹ − 2¹⁴, and head dimensions up to 256. The sizes of the tiles
-# are a table in its source: as large as registers allow.
-# All three gradients agree with torch's on the awkward shape:
+# has a `window`, a `causal_alignment` and `return_lse` besides, and no dropout and no mask of your own. Of a padded
+# batch, call it for each sequence, on `k[i:i + 1, :, :n]` and `v[i:i + 1, :, :n]` of its `n` keys; there is no kernel
+# for packed sequences of different lengths. It takes any strides, lengths of queries and keys together up to 2³¹ − 2¹⁴,
+# and head dimensions up to 256. Between the passes it keeps :math:`Q`, :math:`K`, :math:`V`, :math:`O`, of which
+# :math:`\delta` is computed, and one number :math:`L_i` for each query: nothing of :math:`S^2` numbers. The sizes of
+# the tiles are a table in its source: as large as registers allow. All three gradients agree with torch's on the
+# awkward shape:
 
 for options in ({"is_causal": True}, {"scale": 0.3}):
     ours = gradients_of(tg.attention, q, k, v, dout, **options)
@@ -680,7 +686,8 @@ except ValueError as error:
 # a sequence, and fewer than 2¹⁹ heads of all sequences together), and in the backward pass a head dimension over 16
 # (and short sequences have kernels of their own, further down). float32 has one as well, at the end of this section.
 # For all else the kernels above stay in charge. Both sets compute the same formulas. What changes is who waits for
-# whom.
+# whom. (They are in the folder `hopper`: `attention_forward.py`, `attention_backward.py`, `attention_gradients.py`,
+# `attention_heads_backward.py` and `attention_float32.py`.)
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
@@ -699,7 +706,7 @@ except ValueError as error:
 #   memory; three have no registers to spare.
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
-#   own product.
+#   own product. (`_fwd_step` in `attention_forward.py` is one step of this walk, in some forty lines.)
 # - Here the keys are walked from the diagonal backwards. Where query 0 stands at key 0, the 64 queries of a consumer
 #   lie within one tile of keys, so only the first tile of its walk can need a mask. It holds at least one key that is
 #   allowed to each query, so the mask alone leaves no query without a reference. Other alignments and windows are
@@ -711,9 +718,10 @@ except ValueError as error:
 #   parts. So 64, 80, 96, 128, 160, 192 or 256 columns are computed, the next larger for every other number, and
 #   :math:`V` may have another number of them than :math:`Q` and :math:`K`. Nor do rows of 129 to 192 take the room of
 #   256: they lie in three pieces of 64 columns.
-# - A program works off a list of tiles, which the launcher makes beforehand: long tiles first, each to the program that
-#   will be free first. Under a causal mask few multiprocessors are then idle at the end, by the launcher's reckoning;
-#   nothing was timed without it.
+# - A program works off a list of tiles, which the launcher makes beforehand: long tiles first within a group of heads
+#   whose keys fit into the L2 cache, each to the program that will be free first. Under a causal mask few
+#   multiprocessors are then idle at the end, by the launcher's reckoning. In a prototype it was what helped most there;
+#   this kernel was not timed without it, and no record holds either.
 #
 # The backward kernel makes one walk and five products. A program has one tile of 128 keys after another, in turn or,
 # with a mask, from such a list, and adds up their :math:`dK` and :math:`dV` in registers. Each tile's share of
@@ -821,6 +829,18 @@ for name in list(rungs)[:4]:
     torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
 
 # %%
+# These kernels round the probabilities to 16 bits before they meet :math:`V`. What does that cost? Here are the largest
+# errors, for the same inputs, against a result in float64:
+
+narrow = [x.half().contiguous() for x in (q, keys, values)]
+exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in narrow))
+for name in ("scores in memory", "tiles of 64 × 32", "triton_gallery"):
+    print(f"{name + ':':18} {(rungs[name](*narrow) - exact).abs().max().item():.1e}")
+print(f"{'torch:':18} {(torch.nn.functional.scaled_dot_product_attention(*narrow) - exact).abs().max().item():.1e}")
+
+# %%
+# To round the result alone to float16 may cost half of its last bit, which for numbers between 0.5 and 1 is 2.4e-4.
+#
 # Now the bytes, for 16 heads of 16384 positions. The scores make four trips to memory. With tiles there are no scores,
 # but each tile of queries walks along all keys and values of its head, so the tiles together read them many times.
 
@@ -837,10 +857,9 @@ for name, size in n_bytes.items():
 
 # %%
 # The first line and the third are nearly equal: both come to about 64 operations per byte, once as half of the head
-# dimension and once as the number of queries in a tile. The small kernel even moves twice as much.
-# What changes after the first version is *where* the bytes come from. Scores come from memory. Keys and values come
-# from the L2 cache, since many programs read the same ones at about the same time. Only larger tiles make the bytes
-# fewer.
+# dimension and once as the number of queries in a tile. The small kernel even moves twice as much. What changes after
+# the first version is *where* the bytes come from. Scores come from memory. Keys and values come from the L2 cache, as
+# long as what the programs of a round read is still there in the next one. Only larger tiles make the bytes fewer.
 
 
 @tg.benchmark.perf_report(
@@ -901,14 +920,22 @@ ladder
 # four lengths. Its rate over the third one's is :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32
 # at 512` at 512 positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048,
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at 8192 and
-# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes from the
-# cache are not enough by themselves. Larger programs have a price, too. Their registers leave room for one on a
-# multiprocessor where the third version has three, we gave them two stages, eight warps instead of four meet at every
-# tile of keys, and there is less other work to turn to.
+# :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes are not
+# enough by themselves, at 8192 and 16384 positions at least, where they do come from the cache. Larger programs have a
+# price, too. Their registers leave room for one on a multiprocessor where the third version has three, we gave them two
+# stages, eight warps instead of four meet at every tile of keys, and there is less other work to turn to.
+#
+# With 512 and 2048 positions the versions also pay for having all heads in one section. At 512 there are 512 heads, and
+# the programs that run at the same time own tiles of different ones. The keys and values have 128 MiB together, more
+# than the L2 cache keeps until the heads' second tiles come. So each of the eight tiles of a head brings them from
+# memory again, and by this count the third version is near the memory's limit. At 2048 positions the fourth one has
+# about one program to a head at a time as well. The library's sections avoid that; with them we have not timed these
+# versions.
 #
 # What remains is waiting: products and exponentials take turns. On Hopper the last step of the library is the division
 # of labour that the section above describes, which lets both units work at the same time. It also has tiles of 128
-# keys, copies by TMA, and an instruction less for each score. What each of these gains we have not measured.
+# keys, copies by TMA, and an instruction less for each score. What each of these gains in this kernel we have not
+# measured. In a prototype the early start of the next scores helped much, and the turns little. (No record holds that.)
 
 # %%
 # At the rate of a matrix product?
@@ -1114,7 +1141,8 @@ report_head_dims.plot()
 report_head_dims
 
 # %%
-# The backward pass changes its kernel past a head dimension of 128:
+# The backward pass has three ways here. At a head dimension of 16 it takes the two kernels from further up, whose tiles
+# have 16 columns and no zeros; then the kernel with one walk; and past 128 the two walks on Hopper:
 
 report_head_dims_bwd = head_dims("bwd", "backward").run()
 report_head_dims_bwd.plot()
@@ -1571,16 +1599,15 @@ decode_report
 # %%
 # One sequence of 32768 positions, with a head of keys for each head of queries, has 512 MiB of keys and values, and
 # comes close to a copy's rate: :measured:`attention-decode-fp16: triton_gallery / limit at 1×32×32768` of it. So do 64
-# sequences of 2048 positions with shared heads, which have as much:
-# :measured:`attention-decode-fp16: triton_gallery / limit at 64×8×2048`. Sixteen sequences of 4096 have half as much
-# and reach :measured:`attention-decode-fp16: triton_gallery / limit at 16×8×4096`; one of them has 16 MiB, for which
-# two launches and the first wait for memory weigh most, and reaches
-# :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`, or
+# sequences of 2048 positions with shared heads, which have as much: :measured:`attention-decode-fp16: triton_gallery /
+# limit at 64×8×2048`. Sixteen sequences of 4096 have half as much and reach :measured:`attention-decode-fp16:
+# triton_gallery / limit at 16×8×4096`; one of them has 16 MiB, for which, we think, two launches and the first wait for
+# memory weigh most, and reaches :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×4096`, or
 # :measured:`attention-decode-fp16: triton_gallery / copy of as many bytes at 1×8×4096` of a copy of as many bytes. The
-# last shape has 512 heads that share nothing, and with
-# :measured:`attention-decode-fp16: triton_gallery / limit at 16×32×4096` of the limit it is as fast as a copy. One
-# sequence of 32768 with shared heads reaches :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×32768`;
-# why no more, we have not looked into.
+# last shape has 512 heads that share nothing, and with :measured:`attention-decode-fp16: triton_gallery / limit at
+# 16×32×4096` of the limit it is as fast as a copy. One sequence of 32768 with shared heads reaches
+# :measured:`attention-decode-fp16: triton_gallery / limit at 1×8×32768`, or :measured:`attention-decode-fp16:
+# triton_gallery / copy of as many bytes at 1×8×32768` of a copy of as many bytes; why no more, we have not looked into.
 #
 # With one sequence of 4096 positions we run at :measured:`attention-decode-fp16: triton_gallery / cuDNN at 1×8×4096`
 # cuDNN's rate. Everywhere else the two are about even, at worst at :measured:`attention-decode-fp16: triton_gallery /
@@ -1654,8 +1681,9 @@ prompt_report
 # at 64`. With 128 queries no row is empty, and four programs to a tile occupy 128 of the 132 multiprocessors of an
 # H200: we run at :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 128` the rate of
 # FlashAttention-2 and :measured:`attention-fwd-prompt-fp16: triton_gallery / cuDNN at 128` that of cuDNN. From 512 on
-# cuDNN has programs enough, too, and what remains is the difference between the kernels. (FlashAttention-2 reaches less
-# at 512 than at 256 and at 1024; why, we have not looked into.)
+# cuDNN has programs enough, too, and what remains is the difference between the kernels. (This sweep has one round, in
+# one order. A GPU at the limit of its power favours whoever runs after a slower kernel, so a few per cent say little
+# here.) (FlashAttention-2 reaches less at 512 than at 256 and at 1024; why, we have not looked into.)
 
 # %%
 # Short sequences, many at a time
@@ -1668,11 +1696,12 @@ prompt_report
 #
 # On Hopper the forward pass of few queries is the kernel with one consumer from above: no row of a second one is empty,
 # and of the two or three programs in a multiprocessor one copies while the others compute. Its steps have 64 keys, or
-# 32 where there are no more or where rows have more than 128 numbers. With head dimension 64 it has all sequences that
-# are shorter than 128 without a mask, and with a causal one those of up to 448 (but not from 97 to 128, where one tile
-# of 128 is quicker). It also has sequences whose last tile of 128 rows would be empty by half or more, up to 704
-# positions with head dimensions up to 64, and 320 with those up to 192 (up to 128 with a causal mask). Where there is a
-# window there are two consumers. `_suits_one_consumer` has the rule, from measurements.
+# 32 where there are no more or where rows have more than 128 numbers. All this holds where there are heads enough to
+# keep the memory busy. Then, with head dimension 64, it has the sequences that are shorter than 128 without a mask, and
+# with a causal one those of up to 448 (but not from 97 to 128, where one tile of 128 is quicker). It also has sequences
+# whose last tile of 128 rows would be empty by half or more, up to 704 positions with head dimensions up to 64, and up
+# to 320 with head dimensions up to 192 (under a causal mask, up to 128). Where there is a window there are two
+# consumers. `_suits_one_consumer` has the rule, from measurements.
 #
 # A short head is soon done, and what comes next should be there by then. Keys and values of the next head come early
 # anyway, since their tiles have two places in shared memory each. With one place for queries, the copy of the next ones
@@ -1698,13 +1727,14 @@ prompt_report
 # warp no longer suffice.
 #
 # On Hopper a third kernel serves what lies between the short and the long: up to 256 keys, with head dimensions from 17
-# to 64. Each head of queries has its own keys then, half of the multiprocessors or more have a head, and nobody asks
-# for the logsumexp's gradient. For each number of :math:`dQ` the kernel with one walk moves 14 bytes with up to 128
-# keys: a float32 zero, what is added to it, what is read to be narrowed, and 2 bytes at last. (With up to 256 keys it
-# adds twice.) One number of each of the eight matrices that have to be moved, :math:`Q`, :math:`K`, :math:`V`,
-# :math:`O`, :math:`dO` and three gradients, is 16 bytes. For a long sequence the sums are little beside its products,
-# of which a short one has few. Here a program owns all keys of a head again, so that :math:`dQ` is complete when the
-# program has passed them, leaves in 16 bits, and repeats bit for bit.
+# to 64. It is chosen where each head of queries has its own keys, there are at least half as many heads as
+# multiprocessors, and nobody asks for the logsumexp's gradient. There may be up to 256 queries as well, or more of them
+# with up to 128 keys, if programs have about equally many heads. For each number of :math:`dQ` the kernel with one walk
+# moves 14 bytes with up to 128 keys: a float32 zero, what is added to it, what is read to be narrowed, and 2 bytes at
+# last. (With up to 256 keys it adds twice.) One number of each of the eight matrices that have to be moved, :math:`Q`,
+# :math:`K`, :math:`V`, :math:`O`, :math:`dO` and three gradients, is 16 bytes. For a long sequence the sums are little
+# beside its products, of which a short one has few. Here a program owns all keys of a head again, so that :math:`dQ` is
+# complete when the program has passed them, leaves in 16 bits, and repeats bit for bit.
 #
 # - Two consumers own 64 keys each. :math:`dQ` needs :math:`dS` of all keys, so each of them leaves its part in shared
 #   memory, waits for the other, and computes half of the columns.
@@ -1811,8 +1841,9 @@ tg.benchmark.roofline(report, points, title="Attention, head dimension 128, floa
 # %%
 # All points are to the right of the ridge, where slope and flat part meet, and the shortest forward pass is nearest to
 # it: there the matrix unit sets the limit. With the scores in memory forward passes would be at 64 operations per byte
-# at best, however long the sequence, and backward passes, with seven trips of :math:`S^2` numbers, at :math:`10 S^2 D /
-# 14 S^2`, some 90: on the slope, where the roof itself is lower than what long sequences reach here.
+# at best, however long the sequence, and backward passes, which find :math:`P` in memory and need four products, with
+# seven trips of :math:`S^2` numbers, at :math:`8 S^2 D / 14 S^2`, some 73: on the slope, where the roof itself is lower
+# than what long sequences reach here.
 
 # %%
 # What the compiler made of it
@@ -1855,9 +1886,13 @@ print(report_short_bwd.summary())
 # cost of a tile, its loads at the start and its stores at the end, which a short walk pays for more often. At 16384
 # positions all curves of these sweeps without a mask are below their best, ours and cuDNN's. Of ours that of the
 # forward pass with head dimension 64 is the furthest: :measured:`attention-fwd-d64-fp16: triton_gallery at 16384` after
-# :measured:`attention-fwd-d64-fp16: triton_gallery at 4096`. With 128 it has :measured:`attention-fwd-d128-fp16:
-# triton_gallery at 16384`, and in the sweep of the versions, by the same call, :measured:`attention-ladder-fp16:
-# triton_gallery at 16384`; why, we have not measured.
+# :measured:`attention-fwd-d64-fp16: triton_gallery at 4096`. With 128 ours has :measured:`attention-fwd-d128-fp16:
+# triton_gallery at 16384` and cuDNN :measured:`attention-fwd-d128-fp16: cuDNN at 16384`. In the sweep of the versions,
+# by the same calls, they have :measured:`attention-ladder-fp16: triton_gallery at 16384` and
+# :measured:`attention-ladder-fp16: cuDNN at 16384`, and neither curve falls at its end. So our rate over cuDNN's at
+# this length is :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 16384` in one sweep and
+# :measured:`attention-ladder-fp16: triton_gallery / cuDNN at 16384` in the other. We think that the fall is the clock
+# of a GPU at the limit of its power; we have not measured it.
 #
 # Under a causal mask half of each tile on the diagonal counts in our figures. The backward pass computes these tiles in
 # full. With :math:`n` tiles on each side, :math:`n (n + 1) / 2` tiles are computed for :math:`n^2 / 2` that count, a
@@ -1889,9 +1924,9 @@ for seq_len in (512, 1024, 4096, 16384):
 #   with 128 :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` without and
 #   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with one (the sweep of the versions, by
 #   the same calls without a mask, has :measured:`attention-ladder-fp16: triton_gallery / cuDNN at worst`)
-# - backward with a mask, where the longest tiles begin, at worst :measured:`attention-bwd-d128-causal-fp16:
-#   triton_gallery / cuDNN at worst` with head dimension 128 and :measured:`attention-bwd-d64-causal-fp16:
-#   triton_gallery / cuDNN at worst` with 64
+# - backward with a mask, where the longest tiles are handed out first, at worst
+#   :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and
+#   :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64
 # - backward without a mask from :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at worst` to
 #   :measured:`attention-bwd-d128-fp16: triton_gallery / cuDNN at best` with head dimension 128, and from
 #   :measured:`attention-bwd-d64-fp16: triton_gallery / cuDNN at worst` to :measured:`attention-bwd-d64-fp16:
