@@ -378,7 +378,8 @@ plt.show()
 # A row that waits on the chip
 # ----------------------------
 #
-# (This section is about Hopper alone, and a first reading may skip it.)
+# (This section is about Hopper, but for the paragraph on *unaligned* rows and *vectors*, which later sections need. A
+# first reading may skip the rest.)
 #
 # The L2 cache is a hope: it keeps a row for the second walk if nothing else needs the room. There is a surer place.
 # Each multiprocessor of Hopper (the H100 and the H200) has 228 KiB of *shared memory*, of which a program may have 227,
@@ -499,11 +500,31 @@ for shape in shapes:
 # The sum needs no :math:`y`, and :math:`y` is again all that has to be kept. A classifier's loss is :math:`-y_t` of the
 # right class :math:`t`, the *cross-entropy*. Then :math:`dy` is -1 at :math:`t` and 0 elsewhere, and :math:`dx` is the
 # softmax, less 1 at :math:`t`.
+#
+# This is the kernel for rows of up to 2048 columns, of both functions:
+
+# quote: triton_gallery.softmax._summand
+# quote: triton_gallery.softmax._gradient
+# quote: triton_gallery.softmax._softmax_bwd_kernel
+
+# %%
+# We launch it with one row to a program. (Page one shows how a function of one's own tells torch its gradient.)
+
+
+def my_softmax_backward(y, dy):
+    dx = torch.empty_like(y)
+    _softmax_bwd_kernel[(y.shape[0],)](
+        y, dy, dx, *y.shape, y.stride(0), dy.stride(0),
+        BLOCK_ROWS=1, BLOCK_COLS=triton.next_power_of_2(y.shape[1]), ALIGN=1, IS_LOG=False, STATS_DTYPE=tl.float32,
+    )  # fmt: skip
+    return dx
+
 
 x = torch.randn(6, 781, device=DEVICE, requires_grad=True)
 dy = torch.randn_like(x)
 y = tg.softmax(x)
 (dx,) = torch.autograd.grad(y, x, dy)
+torch.testing.assert_close(dx, my_softmax_backward(y.detach(), dy))
 torch.testing.assert_close(dx, y * (dy - (dy * y).sum(dim=1, keepdim=True)))
 torch.testing.assert_close(dx, torch.autograd.grad(torch.softmax(x, dim=1), x, dy)[0])
 (dx,) = torch.autograd.grad(tg.log_softmax(x), x, dy)
@@ -618,16 +639,16 @@ report_backward
 # first carry the hint `evict_last`. When we gave ours the hint, although they read nothing twice, they were about as
 # quick. Then we let the last flush before each call read memory instead of writing zeros to it. Now, up to 12288
 # columns, neither the hint nor a second walk gained anything to speak of. So at these lengths the lead of
-# `torch.compile` comes from the flush, which leaves the cache full of zeros that are still to be written to memory: the
-# guide's chapter *What makes a kernel fast* has a section on how cold a cache is. In a row of kernels, as in a program,
-# the hint gained next to nothing, and at some sizes it slowed the kernel that reads what the one before wrote. So these
-# kernels do without.
+# `torch.compile` comes from the flush. We think that is because it leaves the cache full of zeros that are still to be
+# written to memory: the guide's chapter *What makes a kernel fast* has a section on how cold a cache is. Where kernels
+# run one after the other, as in a program, the hint gained next to nothing, and at some sizes it slowed the kernel that
+# reads what the one before wrote. So these kernels do without.
 #
 # From 14337 to 24576 columns two walks are quicker whatever the flush leaves. A row that waits takes so many registers
 # there that a multiprocessor has room for few threads. A thread that keeps nothing but its sum needs so few that there
 # can be 2048 of them, as many as a multiprocessor takes, and the more of them wait for memory, the more of it is on its
 # way. So here ours walks twice as well (`_softmax_bwd_twice_kernel`), and again from 32769 to 49152. In between, 32768
-# columns included, one walk was the quicker one. No record holds these trials.
+# columns included, one walk was the quicker one. No record holds these trials, nor those of the paragraph before.
 #
 # Rows of an odd length are moved in whole vectors, as they are forward, and walked once
 # (`_softmax_bwd_unaligned_kernel`): 16-bit rows from 192 to 24569 numbers, where the matrix has 6 MiB or more. Backward
@@ -1012,15 +1033,17 @@ report_short
 # has looked into the mailboxes 8192 times in vain takes the statistics of all parts itself. That is slow, and should
 # never happen; there is a test that starts only some of the programs.
 #
-# The library takes this one launch for two rows or more of over 52 KiB, if a row has no more than four parts for each
-# multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a little beyond 8 MiB; the gradient's rows may
-# have a little more than 4 MiB. (Forward, where all rows together have less than 4 MiB, it takes those of over 96 KiB,
-# and unaligned ones of 16 bits, and the last of them has to end at a multiple of 16 bytes.) Two launches are for these:
+# Forward, the library takes this one launch for two rows or more of over 52 KiB, if a row has no more than four parts
+# for each multiprocessor. With 16 KiB in each and 132 multiprocessors, that ends a little beyond 8 MiB. The gradient
+# takes it for two rows or more that neither registers nor the kernel with two walks take, of up to a little more than 4
+# MiB. (Forward, where all rows together have less than 4 MiB, it takes those of over 96 KiB, and unaligned ones of 16
+# bits, and the last of them has to end at a multiple of 16 bytes.) Two launches are for these:
 #
-# - of few rows, at most one for every two multiprocessors, those of 32 KiB or more (beyond 18 rows more, up to 117 KiB
-#   at 66) that neither registers nor the one launch take: a single row, rows of less than 4 MiB together whose last one
-#   does not end as it should, longer rows, float64, a matrix that does not begin at a multiple of 16 bytes or in which
-#   the distance from a row's end to the next row is no such multiple, other GPUs
+# - few rows, at most one for every two multiprocessors (66 on an H200), that neither registers nor the one launch take.
+#   Up to 18 of them must have 32 KiB each; with more rows that limit grows, to 117 KiB at 66. Such rows are a single
+#   one, rows of less than 4 MiB together whose last one does not end as it should, longer rows, float64, a matrix that
+#   does not begin at a multiple of 16 bytes or in which the distance from a row's end to the next row is no such
+#   multiple, other GPUs
 # - rows across memory of more than 2048 columns, or 1024 in float64 and in the gradient
 # - dense rows of more than 1024 that lie at uneven distances, as in a slice of each matrix of a batch
 #
@@ -1127,7 +1150,9 @@ report_few
 # behind the small one that empties the mailboxes. We are at :measured:`softmax-few-bf16: triton_gallery / peers at
 # 1×50257` the rate of the faster of the two others for one row of GPT-2's vocabulary, at :measured:`softmax-few-bf16:
 # triton_gallery / peers at 64×128256` for 64 rows of Llama 3's, and nowhere below :measured:`softmax-few-bf16:
-# triton_gallery / peers at worst`.
+# triton_gallery / peers at worst`. A copy of as many bytes is one launch and ours are two to four. They reach between
+# :measured:`softmax-few-bf16: triton_gallery / copy of as many bytes at worst` and :measured:`softmax-few-bf16:
+# triton_gallery / copy of as many bytes at best` of its rate.
 
 # %%
 # What the compiler made of it

@@ -1449,11 +1449,11 @@ report_fp32
 # the unit reads 32-bit numbers only along :math:`K`, and in this sweep :math:`B` does not lie so. (In `x @ weight.T`, a
 # linear layer's product, both matrices do.) There is another way in. The left factor may come out of registers, and
 # into registers a thread loads any number it likes. So from 512³ on the kernel computes :math:`C^T = B^T A^T`. Its left
-# factor is :math:`B^T`, which goes through registers. Its right one is :math:`A^T`, of which the unit reads the columns:
-# they are :math:`A`'s rows, and lie along :math:`K`. A tile of :math:`C^T` is turned over on its way out through shared
-# memory. Where neither matrix lies along :math:`K`, as in the gradient of a weight, :math:`x^T dy`, the smaller one is
-# copied first. The smaller products of the sweep take the third rung, in tiles of 32 × 32, which warps multiply out of
-# registers.
+# factor is :math:`B^T`, which goes through registers. Its right one is :math:`A^T`, of which the unit reads the
+# columns; those are :math:`A`'s rows, and lie along :math:`K`. A tile of :math:`C^T` is turned over on its way out
+# through shared memory. Where neither matrix lies along :math:`K`, as in the gradient of a weight, :math:`x^T dy`, the
+# smaller one is copied first. The smaller products of the sweep take the third rung, in tiles of 32 × 32, which warps
+# multiply out of registers.
 
 report_tf32 = sweep(torch.float32, "tf32")
 report_tf32.plot()

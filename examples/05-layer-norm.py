@@ -25,7 +25,7 @@ You will learn:
 # numbers of a deep network keep one size, whatever the batch, as each row looks at itself alone. Every layer of a
 # transformer does it twice.
 #
-# An element costs about eight arithmetic operations. In float16 it also costs two bytes to read and two to write, and
+# An element costs about seven arithmetic operations. In float16 it also costs two bytes to read and two to write, and
 # in the time a modern GPU takes to move those four bytes it could do dozens of operations. So the arithmetic is nearly
 # free, and what we count is trips to memory.
 
@@ -120,9 +120,9 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
 # This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below,
-# and so do short ones that would leave a quarter of the tile or more empty, and many rows of 257 or more 16-bit numbers
-# whose length is no multiple of 4. Page two calls lengths *unaligned* that are no multiple of 8 (of 4 in float32); here
-# they are *odd*, for short.
+# and so do short ones from 33 numbers on that are a multiple of 4 long and would leave a quarter of the tile or more
+# empty, and many rows of 257 or more 16-bit numbers whose length is no multiple of 4. (Lengths that are no multiple of
+# 8, or of 4 in float32, are called *unaligned*, as on page two.)
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
@@ -259,8 +259,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # `_layer_norm_bwd_blocks_kernel`. It sums the same way, but cuts a row into equal blocks, as the forward pass will do
 # below. The next power of two may be nearly twice the row; of the blocks only the last is empty in part. A program of
 # that kernel has one row at a time, and as few warps as have the registers for it: the fewer, the fewer wait for each
-# other at each sum. It takes shorter rows, too: from 32 numbers on if they begin between multiples of 16 bytes, and
-# otherwise most of those that have 80 of 16 bits or 513 of 32. Up to eight of them share a warp. The kernel above keeps
+# other at each sum. It takes shorter rows, too: those that begin between multiples of 16 bytes from 32 numbers on, and
+# most others from 80 numbers of 16 bits or 513 of 32 bits on. Up to eight of them share a warp. The kernel above keeps
 # the other short rows, and some kinds of longer ones (`_in_blocks` in the source has the limits). A few short rows, up
 # to four tiles of them, have one program, which gets `dw` and `db` themselves for its partial rows: the second launch
 # would take longer than all the rest.
@@ -352,12 +352,14 @@ for grad, expected_grad in zip(grads, expected_grads, strict=True):
 
 again = layer_norm_backward(dy, x, w, mean, rstd, n_programs=16)
 others = layer_norm_backward(dy, x, w, mean, rstd, n_programs=5)
-print("16 programs, twice: dw repeats bit for bit:", torch.equal(grads[1], again[1]))
-print(" 5 programs:        dw has the same bits:  ", torch.equal(grads[1], others[1]))
+assert all(torch.equal(first, second) for first, second in zip(grads, again, strict=True))
+print("16 programs, twice: the gradients repeat bit for bit")
+print(" 5 programs: dw has the same bits:", torch.equal(grads[1], others[1]))
 
 # %%
-# The order of the additions decides the last bits. It depends on the number of programs and on nothing that varies
-# from run to run.
+# The order of the additions decides the last bits. It depends on the number of programs and on nothing that varies from
+# run to run. The library takes this number from the shape and from the GPU's multiprocessors, so another GPU, or
+# another number of rows, may give other last bits.
 #
 # What do the partial rows cost? They are written and read once, `dw` and `db`, four bytes per element. The passes
 # over `x`, `dy` and `dx` move two bytes per element each in float16:
@@ -387,19 +389,20 @@ torch.testing.assert_close(y3, torch_y3)
 torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3), rtol=1e-4, atol=1e-4)
 
 # %%
-# Blocks are powers of two and rows are not. A row of 8704 elements would take a block of 16384 and leave nearly half
-# of its registers empty, while a program with fewer registers has room for a neighbour on its multiprocessor, and two
+# Blocks are powers of two and rows are not. A row of 8704 elements would take a block of 16384 and leave nearly half of
+# its registers empty, while a program with fewer registers has room for a neighbour on its multiprocessor, and two
 # programs have more loads under way than one. So the package holds a row of more than 1024 elements in several blocks,
 # here five of 2048, of which only the last has empty lanes (`_layer_norm_fwd_blocks_kernel`). Its text keeps them as
 # they came from memory and widens them for the mean, for the variance and for the result. The compiler sees three times
 # the same conversion and makes it once, so that float32 numbers wait in the registers. The same kernel takes several
-# short rows to a program if they fill up to three quarters of the next power of two: one of 96 elements lies in three
-# blocks of 32.
+# short rows to a program, from 33 numbers on, if they are a multiple of 4 long and fill up to three quarters of the
+# next power of two: one of 96 elements lies in three blocks of 32.
 #
 # A row of a million elements does not fit into the registers of one program. Then, unless several programs share it (a
-# section below says how), the statistics have to be collected on the way, as in the two loops above, but without their
-# flaw. Every lane follows Welford's recurrence over the elements that it meets, with :math:`m` the mean and :math:`S`
-# the sum of squared distances so far, both 0 at first:
+# section below says how), the statistics have to be collected on the way, as in the two loops above. But these subtract
+# two large numbers, and where the mean is large little is left of the difference (the section *A large mean breaks the
+# short formula* shows it). So every lane follows Welford's recurrence over the elements that it meets, with :math:`m`
+# the mean and :math:`S` the sum of squared distances so far, both 0 at first:
 #
 # .. math:: m_k = m_{k-1} + \frac{x_k - m_{k-1}}{k}, \qquad S_k = S_{k-1} + (x_k - m_{k-1})(x_k - m_k)
 #
@@ -482,10 +485,12 @@ ladder
 # tile costs it more than its lead: it is at :measured:`layer-norm-fwd-ladder-fp16: row in registers / copy of as many
 # bytes at 9216` of a copy there.
 #
-# From the row in registers to the library no trip is saved. What changes are the tile and its warps. A row of 1024
-# columns is little work for a program of 8 warps, so the library takes four warps and gives them four rows. A row of
-# 9216 leaves almost half of our block of 16384 empty, and one of 12288 a quarter. The library takes five blocks of 2048
-# for the one, with half a block left over, and three of 4096 for the other, with nothing:
+# From the row in registers to the library no trip is saved. What changes are the tile, its warps and, from 8192 columns
+# on, when weight and bias are loaded: our kernel keeps both in registers through the sums, and the library asks for
+# them after the sums there (the section about a handful of rows says why). We have not timed these changes one by one.
+# A row of 1024 columns is little work for a program of 8 warps, so the library takes four warps and gives them four
+# rows. A row of 9216 leaves almost half of our block of 16384 empty, and one of 12288 a quarter. The library takes five
+# blocks of 2048 for the one, with half a block left over, and three of 4096 for the other, with nothing:
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 9216` and
 # :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in registers at 12288`. At 8192, where the block of the
 # row in registers has no empty lane, little is gained, :measured:`layer-norm-fwd-ladder-fp16: triton_gallery / row in
@@ -601,16 +606,17 @@ backward_ladder
 # every time. At 4096 columns it has :measured:`layer-norm-bwd-ladder-fp16: partial rows / atomic additions at 4096` the
 # rate of the atomic additions.
 #
-# The last step is once more one of layout. Our tile is one row and 16 warps, whatever the length. The library picks
-# rows, warps and the number of programs by the length, which at 1024 columns is worth another
+# The last step has several parts. Our tile is one row and 16 warps, whatever the length. The library's kernel holds a
+# row in blocks and picks rows, warps and the number of programs by the length, and its second kernel starts early
+# (`PDL`). We have not timed these one by one; together, at 1024 columns, they are worth another
 # :measured:`layer-norm-bwd-ladder-fp16: triton_gallery / partial rows at 1024`.
 
 # %%
-# At the speed of a copy?
-# -----------------------
-# The forward pass must read and write :math:`M \times N` elements, the backward pass must read two such matrices and
-# write one. We divide these bytes by the time. Every provider gets the same random float16 inputs, and the L2 cache is
-# flushed before each call. The limit is a plain copy, which also reads and writes all it touches.
+# At the speed of a copy? ----------------------- The forward pass must read and write :math:`M \times N` elements, the
+# backward pass must read two such matrices and write one. We divide these bytes by the time. Every provider gets the
+# same random float16 inputs, and the L2 cache is flushed before each call. The limit is a plain copy, which also reads
+# and writes all it touches. (Of these lengths only 1024, forward, takes a kernel that is quoted above. All others take
+# the kernels with blocks, and beyond 10240, on Hopper, the gradient takes those in parts.)
 
 LENGTHS = range(1024, 15873, 512)
 PROVIDERS = ["triton_gallery", "torch", "torch.compile"]
@@ -684,14 +690,12 @@ backward_report.plot()
 backward_report
 
 # %%
-# Both passes are left of the ridge
-# ---------------------------------
-# We said that the arithmetic is nearly free. The roofline shows how nearly. The forward pass has about eight operations
-# for four bytes; the backward pass has about sixteen, for the two sums, for `dx` and for the shares of `dw` and `db`,
-# and moves six bytes.
+# Both passes are left of the ridge --------------------------------- We said that the arithmetic is nearly free. The
+# roofline shows how nearly. The forward pass has about seven operations for four bytes; the backward pass has about
+# thirteen, for the two sums, for `dx` and for the shares of `dw` and `db`, and moves six bytes.
 
 points = {}
-for name, report, intensity in (("forward", forward_report, 8 / 4), ("backward", backward_report, 16 / 6)):
+for name, report, intensity in (("forward", forward_report, 7 / 4), ("backward", backward_report, 13 / 6)):
     rates = report.series("triton_gallery")
     points |= {f"{name}, N = {n}": (intensity, rates[n] * intensity / 1000) for n in (1024, 8192)}
 tg.benchmark.roofline(forward_report, points, title="Layer norm of 4096 rows, float16")
@@ -998,9 +1002,11 @@ heads_report
 # %%
 # With 128 numbers both passes together run at :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / copy of as
 # many bytes at 128` of the rate of a copy, with 160 at :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / copy
-# of as many bytes at 160`, and with 32, which our kernels do not cut into blocks, at
-# :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / copy of as many bytes at 32`. Against the best other
-# provider, the lowest ratio is :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / peers at worst`.
+# of as many bytes at 160`, and with 32 at :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / copy of as many
+# bytes at 32`. The lowest share is :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / copy of as many bytes at
+# worst`, with 48 numbers: in three blocks of 16 forward, and backward in a tile of 64 columns, a quarter of it empty.
+# Against the best other provider, the lowest ratio is :measured:`layer-norm-heads-fwd-bwd-bf16: triton_gallery / peers
+# at worst`.
 
 # %%
 # Rows that begin anywhere
@@ -1021,19 +1027,20 @@ heads_report
 # %%
 # That would do for a softmax. Layer norm has a weight, and adds up the weight's gradient: a lane must meet the same
 # columns in all rows, wherever they begin. Rows that are eight apart (or four or two, where the length is a multiple of
-# 2 or 4) begin at the same place in a vector. So the number of programs is a multiple of that, each takes every so
-# many-th row, as it does anyway, and loads the weight once, moved to that place. The vector in which the very last row
-# ends may reach past the end of `x`; this row is loaded number by number.
+# 2 or 4) begin at the same place in a vector. So the package makes the number of programs :math:`P` a multiple of eight
+# (or four, or two). Program :math:`i` takes rows :math:`i`, :math:`i + P`, :math:`i + 2 P` and so on, as it does
+# anyway. They all begin at the same place in a vector, and it loads the weight once, moved to that place. The vector in
+# which the very last row ends may reach past the end of `x`; this row is loaded number by number.
 #
 # Parts of rows on Hopper copy only whole vectors to shared memory. What is left at the ends is loaded number by number,
 # two rows ahead, by the first threads of a program; it joins the sums when the lanes meet.
 #
-# All of this takes instructions, too, and pays only where there are enough numbers: forward in odd rows of 257 to 8184
-# 16-bit numbers, if `x` has two million numbers or more. Multiples of 4, and beyond 1024 multiples of 2, are as quick
-# in the plain kernels. These read 4 or 2 numbers at a time where that divides the length, and other odd rows number by
-# number. Backward it pays in nearly all odd rows of 32 numbers or more that registers hold. On Hopper longer rows lie
-# in parts, if `x` is large or other kernels would read it twice. (`_in_blocks` in the source, and `plan_forward` and
-# `plan_backward` of Hopper's kernels have the limits.)
+# All of this takes instructions, too, and pays only where there are enough numbers: forward in unaligned rows of 257 to
+# 8184 16-bit numbers, if `x` has two million numbers or more. Multiples of 4, and beyond 1024 multiples of 2, are as
+# quick in the plain kernels. These read 4 or 2 numbers at a time where that divides the length, and other rows number
+# by number. Backward it pays in nearly all unaligned rows of 32 numbers or more that registers hold. On Hopper longer
+# rows lie in parts, if `x` is large or other kernels would read it twice. (`_in_blocks` in the source, and
+# `plan_forward` and `plan_backward` of Hopper's kernels have the limits.)
 #
 # Here are a forward and a backward pass together, over 128 MiB whatever the length.
 
@@ -1123,8 +1130,11 @@ for each in reports:
 # With longer rows the rate should rise. The curve of the backward pass does, but on an H200 for a step where a new
 # block begins: from :measured:`layer-norm-bwd-fp16: triton_gallery at 6144` at 6144 it goes to
 # :measured:`layer-norm-bwd-fp16: triton_gallery at 6656` at 6656, where a fourth block of 2048 is mostly empty, and to
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192, where it is full. With a fifth one there are
-# :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and a little more from there to 10240.
+# :measured:`layer-norm-bwd-fp16: triton_gallery at 8192` at 8192, where it is full. There the loop also has three
+# stages instead of four. Which of the two makes the step we have not measured; a fifth block makes none: with it there
+# are :measured:`layer-norm-bwd-fp16: triton_gallery at 8704` at 8704, and a little more from there to 10240. The
+# forward curve has small steps, too, where the blocks or the number of warps change, or weight and bias are no longer
+# loaded early.
 #
 # Beyond 10240 a row of 16 bits and its sums no longer fit into registers. On Hopper `x`, `dy` and the weight wait in
 # shared memory instead (`hopper/layer_norm_backward.py`, in Gluon), from where they can be read twice, and registers
@@ -1257,13 +1267,13 @@ torch.testing.assert_close(dx, expected_dx, rtol=1e-4, atol=1e-4)
 torch.testing.assert_close(dw_partial.sum(dim=0), expected_dw, rtol=1e-4, atol=1e-4)
 
 # %%
-# Solution 3: how many programs
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# With 33 programs three quarters of the 132 multiprocessors of an H200 have nothing to do. With 1024, four rows for
-# each, the partial sums move two thirds of the bytes that all the rest does, and the second kernel has four times as
-# many rows to add up as with 264. (A part of that time is our launcher's fault: it loads all 1024 partial rows at once,
-# in one tile of 1024 × 16 for `dw` and one for `db`, and the registers of four warps cannot hold both.) Without a GPU
-# we count, and check that the result does not depend on the number but for rounding.
+# Solution 3: how many programs ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ With 33 programs three quarters of the 132 multiprocessors
+# of an H200 have nothing to do. With 1024, four rows for each, the partial sums move two thirds of the bytes that all
+# the rest does, and the second kernel has four times as many rows to add up as with 264. Of 264 programs only 132 have
+# room at a time at this length: the second half starts when the first has ended, with twice as many partial rows as 132
+# programs write, and we expect no gain from them. (A part of that time is our launcher's fault: it loads all 1024
+# partial rows at once, in one tile of 1024 × 16 for `dw` and one for `db`, and the registers of four warps cannot hold
+# both.) Without a GPU we count, and check that the result does not depend on the number but for rounding.
 
 import functools
 
