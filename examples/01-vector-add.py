@@ -19,9 +19,10 @@ You will learn:
 # Every page of this gallery starts with these lines. With a GPU, Triton compiles our kernels for it. Without one, the
 # package switches Triton's *interpreter* on: the same kernels then run on the CPU, one NumPy operation after the other.
 # That is slow, but the results are the same up to rounding, except in bfloat16 and float8, which the interpreter
-# computes wrongly. (The functions of `tg` hand it float32 in their place; for a kernel that you launch yourself, take
-# other dtypes there.) So this page runs on any machine where `triton-gallery` is installed with its extra `examples`.
-# `DEVICE` is where our tensors go: the GPU, or else the CPU.
+# computes wrongly, and in sums of bools. (All numbers of a tensor have one *dtype*: those of float32 have 32 bits, and
+# float16, bfloat16 and float8 are shorter and coarser. The functions of `tg` hand the interpreter float32 in place of
+# those two; for a kernel that you launch yourself, take other dtypes there.) So this page runs on any machine where
+# `triton-gallery` is installed with its extra `examples`. `DEVICE` is where our tensors go: the GPU, or else the CPU.
 
 import torch
 import triton_gallery as tg  # before triton: without a GPU it switches the interpreter on
@@ -80,9 +81,10 @@ torch.testing.assert_close(out, x + y)
 
 # %%
 # `add_16_kernel[(1,)](x, y, out)` launches one *program*, one run of the kernel: how many there are to be stands in the
-# brackets. (CUDA calls the threads that run one program a *thread block*; a block is something else here.) A tensor
-# that we pass arrives as a pointer to its first element, hence the names that end in `_ptr`; the kernel knows nothing
-# of shapes. `out` was allocated by us, because a kernel returns nothing and writes to memory.
+# brackets. (CUDA, NVIDIA's own way to write kernels, calls the threads that run one program a *thread block*; a block
+# is something else here.) A tensor that we pass arrives as a pointer to its first element, hence the names that end in
+# `_ptr`; the kernel knows nothing of shapes. `out` was allocated by us, because a kernel returns nothing and writes to
+# memory.
 #
 # Two things keep this kernel from being useful. The length of a block has to be a power of two, and the lengths of real
 # vectors seldom are. And one program runs on one of the GPU's many multiprocessors, while the others are idle.
@@ -134,8 +136,9 @@ print(owner)
 # The kernel that the library runs
 # --------------------------------
 #
-# With the program's number, a block size and a mask, the kernel is complete. What follows is not a simplified copy:
-# it is the source text of the kernel that `triton_gallery.add` runs.
+# With the program's number, a block size and a mask, the kernel is complete. What follows is not a simplified copy: it
+# is the source text of the kernel that `triton_gallery.add` runs for two vectors whose length is a multiple of 16. (It
+# has others for other cases, of which more below.)
 
 # quote: triton_gallery.vector_add._add_kernel
 
@@ -208,7 +211,8 @@ plt.show()
 #   is of no consequence here; page two gives it a value.
 # - `tl.load` brings :math:`B` values into registers. Neighbouring lanes read neighbouring addresses, so the hardware
 #   joins them into few, wide transactions.
-# - `x + y` adds element by element, with the same meaning as in PyTorch.
+# - `x + y` adds element by element, for numbers of one dtype as in PyTorch. (Not for bools: compiled, True + True is
+#   False; in the interpreter, as in torch, it is True.)
 # - `triton.cdiv(n_elements, 1024)` divides and rounds up. The grid is a tuple because it may have up to three axes. It
 #   may be a function as well, such as `lambda meta: (triton.cdiv(n_elements, meta["BLOCK_SIZE"]),)`, which Triton calls
 #   with a dictionary of the kernel's arguments, each by its name. Whoever lets Triton choose the block size needs that.
@@ -233,13 +237,16 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 # From a kernel to a function
 # ---------------------------
 #
-# Our launcher trusts its caller: equal shapes, equal dtypes, contiguous memory, and tensors on the current device. (A
-# launch goes to that one even where its tensors are on another. `with torch.cuda.device(x.device):` makes theirs the
-# current one.) `triton_gallery.add` trusts nobody. As `torch.add` it takes two tensors, or a tensor and a number; it
-# promotes dtypes, broadcasts, scales by `alpha`, has gradients, and refuses the rest in words. Where both tensors have
-# the same shape and dtype, fill their memory without gaps and in the same order, and `alpha` is 1, it launches the
-# kernel above, or a variant of it for lengths that are no multiple of 16 (but neither for bool). Otherwise another one
-# converts, scales, and works out the address of each element from the strides; a section below is about it.
+# Our launcher trusts its caller: equal shapes, equal dtypes, *contiguous* memory (row after row, without gaps), and
+# tensors on the current device. (A launch goes to that one even where its tensors are on another. `with
+# torch.cuda.device(x.device):` makes theirs the current one.) `triton_gallery.add` trusts nobody. As `torch.add` it
+# takes two tensors, or a tensor and a number; it promotes dtypes (takes one that holds the numbers of both), broadcasts
+# (repeats a row or a column for all), scales by `alpha`, has gradients, and refuses the rest in words. Where both
+# tensors have the same shape and dtype, fill their memory without gaps and in the same order, and `alpha` is 1, it
+# launches the kernel above, or a variant of it for lengths that are no multiple of 16 (but neither for bool). Otherwise
+# one of two others converts, scales, and works out the address of each element from the *strides*, which say how far
+# apart neighbours along each dimension lie; a section below is about them. (A large tensor of many short dimensions is
+# copied into order first.)
 
 matrix = torch.randn(5, 7, device=DEVICE, requires_grad=True)
 row = torch.randn(7, device=DEVICE, dtype=torch.float16, requires_grad=True)
@@ -258,7 +265,7 @@ except ValueError as error:
 # How does a kernel of your own get gradients? Autograd does not look into a launch, and to it the result of `my_add`
 # has no history. A `torch.autograd.Function` tells it: one function that launches, and one that gets the gradient of
 # the output and returns one for each input. (`torch.compile` follows a launch by itself. `torch.library.triton_op`
-# makes an operator of it, with a name and a gradient.)
+# makes an operator of it, with a name; its gradient is then registered with `register_autograd`.)
 
 
 class MyAdd(torch.autograd.Function):
@@ -334,6 +341,8 @@ report
 # When neighbours are elsewhere
 # -----------------------------
 #
+# (A first reading may skip this section; nothing below needs it.)
+#
 # So far the order of the elements did not matter, as long as it was the same in all three tensors. In `x + y.T` it is
 # not. Walking along the rows of :math:`x` jumps from row to row in :math:`y`, where each number then costs a trip for
 # the 32 bytes around it. Walking along the columns does the same to :math:`x` and to the sum. The way out is to own a
@@ -345,16 +354,23 @@ report
 # quote: triton_gallery.vector_add._add_strided_kernel
 
 # %%
+# `cols` is a block of 1 × BLOCK_0 numbers and `rows` one of BLOCK_1 × 1: `[None, :]` and `[:, None]` add a dimension,
+# as in NumPy, and their sum has BLOCK_1 × BLOCK_0 numbers. `tl.static_range` is a loop that the compiler writes out.
+# `rest` is the tile's number without its first two dimensions: `%` gives the next index, and `//` what is left.
+# `ptr.dtype.element_ty` is the dtype of what a pointer points to.
+#
 # One of a tile's dimensions is that of the sum's neighbours. The other is that of the neighbours in :math:`x` or
 # :math:`y`, if they are elsewhere and both dimensions have 32 elements or more, and otherwise the longest that is left.
 # All other dimensions are in the program's number, from which each index is peeled off by a division: one for a
 # program, where a kernel with a flat block would divide for each element. And a tensor that repeats a number along a
 # tile, as a bias does for each row, is loaded as the row or column that it is.
 #
-# Tiles have one weakness. Of rows of 8191 numbers one in eight begins at a multiple of 16 bytes, so a tile of them
-# moves number by number. Where one tensor lies as the sum does, and the other has a row or a column for all, we go back
-# to blocks that walk along the sum's memory, whichever rows they are in. As no block is longer than a row, it reaches
-# into two rows at most, and one comparison tells which.
+# Tiles have one weakness. Of rows of 8191 numbers in float16, which have two bytes each, one in eight begins at a
+# multiple of 16 bytes. The compiler cannot count on that, and a tile of such rows moves number by number. Where one
+# tensor lies as the sum does, and the other has a row or a column for all, we go back to blocks that walk along the
+# sum's memory, whichever rows they are in. As no block is longer than a row, it reaches into two rows at most, and one
+# comparison tells which. (`start` is the program's first element, counted in the order of the sum's memory. `IS_DENSE`
+# says that this tensor lies as the sum does.)
 
 # quote: triton_gallery.vector_add._load_row_by_row
 
@@ -415,10 +431,14 @@ report_layouts
 # :measured:`vector-add-layouts-fp16: triton_gallery / copy of as many bytes at row` where the second tensor is one row,
 # and :measured:`vector-add-layouts-fp16: triton_gallery / copy of as many bytes at transposed` where it is transposed.
 # torch's addition makes no squares and is left with :measured:`vector-add-layouts-fp16: torch / copy of as many bytes
-# at transposed` there. `torch.compile` writes a kernel for each of these sums, with tiles where they help. We are at
-# :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at transposed` its rate for the transposed tensor,
-# at :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at channels-last` where the channels come last,
-# and at :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at odd-row` with a row for all those of 8191
+# at transposed` there. With one row or one column for all, torch is at :measured:`vector-add-layouts-fp16: torch / copy
+# of as many bytes at row` and :measured:`vector-add-layouts-fp16: torch / copy of as many bytes at column`, although no
+# neighbours are elsewhere; why, we have not looked into. `torch.compile` writes a kernel for each of these sums. (We
+# take it that it makes tiles, too, and have not read them.) We are at :measured:`vector-add-layouts-fp16:
+# triton_gallery / torch.compile at transposed` its rate for the transposed tensor, at
+# :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at channels-last` where the channels come last, at
+# :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at heads` with heads, and at
+# :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at odd-row` with a row for all those of 8191
 # numbers. Both sizes odd and one tensor transposed, a tile is all that is left, and number by number we are at
 # :measured:`vector-add-layouts-fp16: triton_gallery / torch.compile at odd-transposed`.
 
@@ -434,7 +454,7 @@ report_layouts
 #
 # This is *Little's law*, known from queues. A trip to memory takes hundreds of clock cycles, however little it brings.
 # In that time the memory of an H200 could move about 2 MiB. Two thirds of what an addition moves are loads, and nobody
-# waits for stores. So a kernel that wants all of the bandwidth has to have at least 1.3 MiB of loads under way, at all
+# waits for stores. So a kernel that wants all of the bandwidth has to have about 1.4 MiB of loads under way, at all
 # times, and more, since a trip takes longer when memory is busy.
 #
 # - *One program, one block*: the first kernel of this page, with a block as long as the vector. The block has to fit
@@ -498,7 +518,7 @@ for name, (programs, block_size) in at_once.items():
     print(f"{name:31}{programs:4} × {block_size:4} × 2 × 4 bytes = {under_way:6.0f} KiB")
 
 # %%
-# Only the last line comes to 1.3 MiB, and to far more. Two versions cannot follow to the end of the sweep: a block ends
+# Only the last line comes to 1.4 MiB, and to far more. Two versions cannot follow to the end of the sweep: a block ends
 # where registers do, and the loop, at :math:`2^{24}` elements, where our patience does. The table says of both that
 # they do not apply there.
 
@@ -551,8 +571,9 @@ ladder
 # and memory itself is the limit at last, at :measured:`vector-add-ladder-fp32: many programs, blocks of 1024 / limit at
 # 268435456`. The final step brings no speed: what the library adds to `my_add` happens before the launch.
 #
-# We can turn the formula round, too. The loop moves 12 KiB on each trip, so its rate tells how long a trip takes, and
-# two thirds of the limit how much could be loaded in that time:
+# We can turn the formula round, too. The loop moves 12 KiB in each round, and a round is one trip and the few
+# instructions around it. So its rate tells about how long a trip takes, and two thirds of the limit how much could be
+# loaded in that time:
 
 loop = ladder.series("one program, a loop")[2**24]
 if loop == loop:  # measured

@@ -203,7 +203,8 @@ def draws(seed, n):
 
 # %%
 # Its launcher turns the probability into a threshold. (For :math:`p = 1` the library's own writes zeros, and just below
-# that it takes :math:`2^{32} - 1`, the largest threshold of 32 bits.)
+# that it takes :math:`2^{32} - 1`, the largest threshold of 32 bits. It also chooses the warps, so that in a large
+# tensor each thread has 32 bytes: four warps in float32, two in float16.)
 
 
 def my_dropout(x, p, seed):
@@ -323,7 +324,28 @@ plt.show()
 # `triton_gallery.dropout` adds what a library needs: any strides (the mask follows the element's index, not its place
 # in memory), `training`, a seed from torch's generator when we give none, and gradients. (The same `torch.manual_seed`
 # makes another mask than torch's: torch's generator gives us a seed, and the numbers are drawn from that.) Its backward
-# pass is one line: dropout of the incoming gradient, with the same seed. We ask autograd what it keeps for that.
+# pass is one line: dropout of the incoming gradient, with the same seed. Around our own launcher it looks like this:
+
+
+class MyDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p, seed):
+        ctx.p, ctx.seed = p, seed  # two numbers, and no tensor
+        return my_dropout(x, p, seed)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return my_dropout(dout.contiguous(), ctx.p, ctx.seed), None, None
+
+
+x = torch.randn(10007, device=DEVICE, requires_grad=True)
+out = MyDropout.apply(x, 0.3, 5)
+(dx,) = torch.autograd.grad(out.sum(), x)
+torch.testing.assert_close(dx, torch.where(out != 0, 1 / (1 - 0.3), 0.0))
+
+# %%
+# (`contiguous`, because the gradient of a sum is a single number that stands for all, and our kernel would read past
+# it.) We ask autograd what it keeps for the library's function, and for torch's:
 
 saved = []
 with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -424,14 +446,18 @@ ladder
 # and falls short of a copy all the same, at :measured:`dropout-ladder-fp16: a call for one / limit at 268435456` of its
 # rate: some sixty instructions are more than a GPU gets done while four bytes arrive. (Thirty of them are
 # multiplications of integers: of the four words only one is wanted, and the compiler leaves out what serves the others
-# alone. A multiprocessor starts at most 64 of these in a clock cycle. So 132 of them, at some 1.75 GHz, are done with
-# at most 490 thousand million elements in a second, whose four bytes each are a little less than half of a copy's rate.
-# Why it is less still, we have not found out.) From here on the bytes stay as they are, and the instructions become
-# fewer, with a quarter of the calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an
-# eighth (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the
-# bytes, a further step has nothing to gain, and there we stop. An H100, whose memory is slower, gets there with the
-# call for four. Small tensors do, too: with 2²⁰ elements a call for four is at :measured:`dropout-ladder-fp16: a call
-# for four at 1048576`, and a call for eight at :measured:`dropout-ladder-fp16: triton_gallery at 1048576`.
+# alone. A multiprocessor starts at most 64 multiplications in a clock cycle, so about two elements. The 132
+# multiprocessors of an H200 have some 1.75 thousand million cycles in a second, which makes at most 490 thousand
+# million elements. Their four bytes each are a little less than half of a copy's rate. Why it is less still, we have
+# not found out.) From here on the bytes stay as they are, and the instructions become fewer, with a quarter of the
+# calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an eighth
+# (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the bytes, a
+# further step has nothing to gain, and there we stop. (The last step changes two more things: the library launches two
+# warps in the place of four here, and its seed is an argument, where that of the rungs, a 1, is compiled in. How much
+# of the gain is due to these we have not measured.) An H100, whose memory is slower, gets there with the call for four.
+# In small tensors the step makes no difference that we could see: with 2²⁰ elements, where starting the kernel takes
+# most of the time, a call for four is at :measured:`dropout-ladder-fp16: a call for four at 1048576`, and a call for
+# eight at :measured:`dropout-ladder-fp16: triton_gallery at 1048576`.
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
 # times, the second three times, and the last three once.
@@ -662,8 +688,12 @@ for dropout in (my_dropout, repeating_dropout):
 
 # %%
 # In a layer of 1024 features the repeating mask drops the same ones in every row, and no error says so. Random numbers
-# need statistical tests, and the distances to test are those that the code knows: the group of eight, the warp, the
-# block.
+# need statistical tests, and the distances to test are those that the code knows: two elements of one word, the group
+# of eight, the warp, the block. (Here p is 0.3. At 0.5 the threshold has one bit, and of the swapped halves the lower
+# one would never decide.)
+
+for distance in (1, 2, 8, 256, 1024):
+    check_distance(my_dropout, distance, p=0.3)
 
 # %%
 # Exercises
