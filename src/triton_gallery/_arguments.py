@@ -76,7 +76,7 @@ def refuse_tangents(op: str, *tensors: torch.Tensor, name: str | None = None) ->
 def refuse_forward_mode(op: str, name: str | None = None) -> NoReturn:
     reason = f", and {name} has a tangent" if name else ""
     raise NotImplementedError(
-        f"{op}: forward-mode differentiation is not supported{reason}; use reverse mode (backward)"
+        f"{op}: forward-mode differentiation is not supported{reason}; use reverse mode (backward, jacrev)"
     )
 
 

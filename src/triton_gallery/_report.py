@@ -183,7 +183,7 @@ class Report:
         return sorted(dict.fromkeys(row["provider"] for row in self.record["rows"]), key=lambda name: name != OURS)
 
     def series(self, name: str) -> dict:
-        """The median at each x of a provider, of "peers" (the best of the others at that x) or of "limit".
+        """The median at each x of a provider, of "peers" (the best at that x but for ours and a copy) or "limit".
 
         NaN everywhere if the record is outdated, but for the limit, which is the hardware's. Without any rows it has no
         x either, and a ValueError says so.
@@ -266,7 +266,11 @@ class Report:
         return [f"left out: {provider} at {', '.join(xs)} ({why})" for (provider, why), xs in places.items()]
 
     def frame(self):
-        """The medians as a pandas DataFrame: one row per x, one column per provider."""
+        """The medians as a pandas DataFrame: one row per x, one column per provider.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
         pd = _import("pandas")
         index = pd.Index(self.xs, name=self.record["x"])
         # Each by itself: several would be sorted, as numbers and names cannot be.
@@ -297,6 +301,9 @@ class Report:
         Returns:
             An object that pages and notebooks show below the figure, the data as files, and the command behind them;
             None if nothing was measured.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
         """
         plt = _import("matplotlib.pyplot")
         r, xs = self.record, self.xs
@@ -419,7 +426,7 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        hint = 'pip install "triton-gallery[examples]" installs it'
+        hint = f"pip install {name.partition('.')[0]} installs it"
         raise ModuleNotFoundError(f"{error.name} is not installed; {hint}", name=error.name) from None
 
 

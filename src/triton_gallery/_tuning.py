@@ -48,13 +48,18 @@ def set_tuning(enabled: bool, *, folder: str | os.PathLike | None = None) -> Non
 
     Args:
         enabled: for all threads of this process.
-        folder: where the choices are kept, in a file for each model of GPU, Triton and state of the package's kernels.
-            None means ``triton_gallery`` in the user's cache, ``~/.cache`` or what ``XDG_CACHE_HOME`` names.
+        folder: where the choices are kept, in a file for each model of GPU, Triton and state of the package's kernels;
+            ignored where `enabled` is False. None means ``triton_gallery`` in the user's cache, ``~/.cache`` or what
+            ``XDG_CACHE_HOME`` names.
 
     Raises:
         TypeError: `enabled` is no bool, or `folder` no path.
-        ValueError: `folder` begins with the home of nobody, has characters that no path has, or is relative where the
-            working directory is gone.
+        ValueError: `folder` is empty, begins with the home of nobody, has characters that no path has, or is relative
+            where the working directory is gone.
+
+    Warns:
+        UserWarning: at a trial, the folder cannot be read or written, so that choices last as long as this process; or
+            there is too little memory for it, and the rules choose.
 
     Notes:
         Another choice may add up in another order, and round otherwise. So results may differ from those of the shipped

@@ -441,6 +441,7 @@ def roofline(
         ValueError: there are no points, or they are no pairs of positive numbers, `peak` is no rate of arithmetic, or
             the report is not yet measured.
         FileNotFoundError: the report was measured on a GPU whose limits no committed record holds.
+        ModuleNotFoundError: matplotlib is not installed.
 
     Example:
         >>> import triton_gallery as tg
@@ -765,12 +766,13 @@ def quote(reference: str) -> str:
 
     Args:
         reference: "<benchmark>: <series> at <x>" or "<benchmark>: <series> / <series> at <x>". A series is a provider's
-            name, "peers" (the best other provider at that x) or "limit"; x is one of the sweep's values, or "worst",
-            "best" or "median" over those where the series were measured.
+            name, "peers" (the best provider at that x that is neither this package's nor a copy of as many bytes) or
+            "limit"; x is one of the sweep's values, or "worst", "best" or "median" over those where the series were
+            measured.
 
     Returns:
-        A rate with its unit ("3122 GB/s"), a ratio ("2.71×"), or a share of the limit ("88 %"); "not yet measured"
-        where the kernels changed after the record was made, and no other GPU has one of today's.
+        A rate with its unit ("3122 GB/s"), a ratio ("2.71×"), or a share of the limit or of a copy ("88 %"); "not
+        yet measured" where the kernels changed after the record was made, and no other GPU has one of today's.
 
     Raises:
         FileNotFoundError: no record has this name.

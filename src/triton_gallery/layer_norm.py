@@ -1161,7 +1161,7 @@ def layer_norm(
         x: any shape with at least one dimension; float16, bfloat16, float32 or float64.
         normalized_shape: the sizes of the last dimensions, over which mean and variance are taken together.
         weight: a factor for each normalized position, of shape `normalized_shape`; in x's dtype, or float32 when x has
-            16 bits. None means 1.
+            16 bits, and under GPU autocast in any dtype that x may have. None means 1.
         bias: what is added at each normalized position, like `weight`. None means 0.
         eps: keeps the square root away from 0.
 
@@ -1171,7 +1171,8 @@ def layer_norm(
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
         ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, x lives where no kernel can
-            run, or a row's length is within 2**14 below 2**31, where blocks are miscounted.
+            run, or a row's length is within 2**14 below 2**31, where blocks are miscounted; and in the backward pass,
+            rows have 2**31 numbers or more.
         NotImplementedError: forward-mode differentiation reaches an argument, a transform of ``torch.func``
             differentiates a second time, or ``create_graph=True`` meets a batch of gradients.
 
@@ -1229,7 +1230,8 @@ def rms_norm(
     Raises:
         TypeError: an argument is no tensor or number, or a dtype is not supported.
         ValueError: shapes or devices do not match, eps is NaN or an int beyond float64, x lives where no kernel can
-            run, or a row's length is within 2**14 below 2**31, where blocks are miscounted.
+            run, or a row's length is within 2**14 below 2**31, where blocks are miscounted; and in the backward pass,
+            rows have 2**31 numbers or more.
         NotImplementedError: forward-mode differentiation reaches an argument, a transform of ``torch.func``
             differentiates a second time, or ``create_graph=True`` meets a batch of gradients.
 

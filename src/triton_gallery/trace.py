@@ -143,7 +143,10 @@ class Trace:
         return self._counts(argument, self.stores(argument, program))
 
     def owner(self, argument: str) -> np.ndarray:
-        """The number of the program that stored each element of an argument; -1 where none did."""
+        """The number of the program that stored each element of an argument; -1 where none did.
+
+        Where several did it is the one that the interpreter ran last; `store_counts` tells where that was so.
+        """
         stores = self.stores(argument)
         owners = np.full(_extent(self.arguments[argument]), -1)
         for access in stores:
@@ -239,10 +242,10 @@ def trace(kernel, grid, /, *args, watch: str | tuple[str, ...] = (), **meta) -> 
         The interpreter runs the programs one after another, axis 2 fastest, and takes some 50 µs for every operation of
         every program: choose small tensors. A lane outside its tensor loads `other` or 0, and stores nothing. The gaps
         of a view are outside of it. Tensors on a GPU are copied to the CPU and back. An error inside the kernel arrives
-        as Triton's `InterpreterError`. It is one to load or store through a pointer that was cast to elements of
-        another size; those of bfloat16 and float8 are float32 here. Where a kernel makes a number of a pointer, it is
-        not the address. Other threads may call this package meanwhile; what has to be compiled for them waits. A kernel
-        from elsewhere must not be compiled in them.
+        as Triton's `InterpreterError`. To load or store through a pointer that was cast to elements of another size is
+        such an error; tensors of bfloat16 and float8 reach the kernel as float32. Where a kernel makes a number of a
+        pointer, it is not the address. Other threads may call this package meanwhile; what has to be compiled for them
+        waits. A kernel from elsewhere must not be compiled in them.
 
     Example:
         >>> import torch, triton_gallery

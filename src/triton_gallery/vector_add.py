@@ -370,7 +370,8 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         alpha: the factor of y; an int when the result's dtype is an integer, a bool only when it is bool.
 
     Returns:
-        A tensor of the broadcast shape, in the dtype that :func:`torch.result_type` gives for x and y.
+        A tensor of the broadcast shape, in the dtype that :func:`torch.result_type` gives for x and y. It lies in
+        memory like the first of x and y that has this shape, or is contiguous where neither has.
 
     Raises:
         TypeError: x is no tensor, y neither tensor nor number, a dtype is not supported, or alpha is no number, or one
@@ -381,9 +382,10 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
 
     Notes:
         An alpha or a number that the result's dtype cannot hold wraps around in an integer and becomes infinity in
-        float32, where torch refuses some. Every sum is rounded once; with alpha or a number, float16 and bfloat16 are
-        computed in float32, and become infinity only where the sum is too large. (Next to a tensor without dimensions,
-        a number is rounded to that tensor's dtype first.)
+        float32, where torch refuses some. The sum of two tensors of one dtype is rounded once. A number, alpha, alpha
+        times y, and tensors of mixed dtypes are first rounded to the dtype computed in (float32; float64 for
+        float64, int64 for integers), and then the sum to the result's dtype; so alpha times y may become infinity where
+        the sum would not. (Next to a tensor without dimensions, a number is rounded to that tensor's dtype first.)
         The gradients are those of the formula, summed over broadcast dimensions. Two tensors of the same dense layout
         are walked from end to end; broadcasting, strides, mixed dtypes, bool and alpha take a kernel that works in
         tiles, of 64 by 64 elements where neighbours in one tensor's memory are none in the other's, as in ``x + y.T``
