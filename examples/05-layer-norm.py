@@ -612,11 +612,13 @@ backward_ladder
 # :measured:`layer-norm-bwd-ladder-fp16: triton_gallery / partial rows at 1024`.
 
 # %%
-# At the speed of a copy? ----------------------- The forward pass must read and write :math:`M \times N` elements, the
-# backward pass must read two such matrices and write one. We divide these bytes by the time. Every provider gets the
-# same random float16 inputs, and the L2 cache is flushed before each call. The limit is a plain copy, which also reads
-# and writes all it touches. (Of these lengths only 1024, forward, takes a kernel that is quoted above. All others take
-# the kernels with blocks, and beyond 10240, on Hopper, the gradient takes those in parts.)
+# At the speed of a copy?
+# -----------------------
+# The forward pass must read and write :math:`M \times N` elements, the backward pass must read two such matrices and
+# write one. We divide these bytes by the time. Every provider gets the same random float16 inputs, and the L2 cache is
+# flushed before each call. The limit is a plain copy, which also reads and writes all it touches. (Of these lengths
+# only 1024, forward, takes a kernel that is quoted above. All others take the kernels with blocks, and beyond 10240, on
+# Hopper, the gradient takes those in parts.)
 
 LENGTHS = range(1024, 15873, 512)
 PROVIDERS = ["triton_gallery", "torch", "torch.compile"]
@@ -690,9 +692,11 @@ backward_report.plot()
 backward_report
 
 # %%
-# Both passes are left of the ridge --------------------------------- We said that the arithmetic is nearly free. The
-# roofline shows how nearly. The forward pass has about seven operations for four bytes; the backward pass has about
-# thirteen, for the two sums, for `dx` and for the shares of `dw` and `db`, and moves six bytes.
+# Both passes are left of the ridge
+# ---------------------------------
+# We said that the arithmetic is nearly free. The roofline shows how nearly. The forward pass has about seven operations
+# for four bytes; the backward pass has about thirteen, for the two sums, for `dx` and for the shares of `dw` and `db`,
+# and moves six bytes.
 
 points = {}
 for name, report, intensity in (("forward", forward_report, 7 / 4), ("backward", backward_report, 13 / 6)):
@@ -1267,13 +1271,15 @@ torch.testing.assert_close(dx, expected_dx, rtol=1e-4, atol=1e-4)
 torch.testing.assert_close(dw_partial.sum(dim=0), expected_dw, rtol=1e-4, atol=1e-4)
 
 # %%
-# Solution 3: how many programs ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ With 33 programs three quarters of the 132 multiprocessors
-# of an H200 have nothing to do. With 1024, four rows for each, the partial sums move two thirds of the bytes that all
-# the rest does, and the second kernel has four times as many rows to add up as with 264. Of 264 programs only 132 have
-# room at a time at this length: the second half starts when the first has ended, with twice as many partial rows as 132
-# programs write, and we expect no gain from them. (A part of that time is our launcher's fault: it loads all 1024
-# partial rows at once, in one tile of 1024 × 16 for `dw` and one for `db`, and the registers of four warps cannot hold
-# both.) Without a GPU we count, and check that the result does not depend on the number but for rounding.
+# Solution 3: how many programs
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# With 33 programs three quarters of the 132 multiprocessors of an H200 have nothing to do. With 1024, four rows for
+# each, the partial sums move two thirds of the bytes that all the rest does, and the second kernel has four times as
+# many rows to add up as with 264. Of 264 programs only 132 have room at a time at this length: the second half starts
+# when the first has ended, with twice as many partial rows as 132 programs write, and we expect no gain from them. (A
+# part of that time is our launcher's fault: it loads all 1024 partial rows at once, in one tile of 1024 × 16 for `dw`
+# and one for `db`, and the registers of four warps cannot hold both.) Without a GPU we count, and check that the result
+# does not depend on the number but for rounding.
 
 import functools
 

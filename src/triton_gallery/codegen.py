@@ -192,7 +192,7 @@ def inspect(
             launches kernels.
         args: its arguments. Of a tensor only dtype, shape, strides and alignment matter: ``torch.empty(4096, 8192,
             dtype=torch.float16, device="meta")`` costs no memory.
-        targets: names such as "sm_90" (NVIDIA) or "gfx942" (AMD), or one.
+        targets: names such as "sm_90" (NVIDIA) or "gfx942" (AMD), or one; without any, those in `TARGETS`.
         backward: compile the gradient's kernels too, for every floating-point tensor among the arguments, and
             in tuples, lists and dicts among them.
         kwargs: its keyword arguments.
@@ -202,7 +202,7 @@ def inspect(
 
     Raises:
         TypeError: the function cannot be imported by name in another process, or an argument cannot travel there.
-        ValueError: a target is no name of that form.
+        ValueError: there is no target, or one is no name of that form.
         RuntimeError: the call failed, or a kernel did not compile; the message is the child process's.
 
     Notes:
@@ -304,7 +304,7 @@ def listing(
 
     Raises:
         TypeError: the function cannot be imported by name in another process, or an argument cannot travel there.
-        ValueError: there is no such target, kernel or stage, or nothing was launched.
+        ValueError: there is no such target, kernel or stage, no stage is named, or nothing was launched.
         RuntimeError: the call failed, or a kernel did not compile, with the child process's message; or nvdisasm does
             not know the target of the "sass" asked for.
 

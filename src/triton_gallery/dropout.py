@@ -314,7 +314,7 @@ def dropout(
         Gradients of any order draw the same mask. A seed in a tensor is read on the device when the kernel runs, so
         nothing waits for it, and with ``seed=None`` each replay of a CUDA graph draws a new mask. Changing an int64
         tensor in place between forward and backward is an error, which autograd reports; a seed of another dtype is
-        copied at the call. Under :func:`torch.func.vmap` the index counts within a member: with an int every member has
+        copied at the call. Under ``torch.func.vmap`` the index counts within a member: with an int every member has
         the same mask, whatever ``randomness`` says. A batch of seeds gives each its own, and so does
         ``randomness="different"`` with ``seed=None``.
 
