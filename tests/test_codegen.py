@@ -404,6 +404,16 @@ def test_who_asks_again_gets_kernels_of_their_own():
     assert again.asm["ptx"] == ptx and again.matrix == {}
 
 
+def test_kernels_ask_for_fused_products_and_sums():
+    class Kernel:
+        def warmup(self, *args, **options):
+            return options
+
+    with _launch.compile_only() as options:
+        _launch.launch(Kernel(), (1,), empty(2048))
+    assert options[0]["enable_fp_fusion"] is True  # Triton 3.9 warns of its default, and 3.10 has another
+
+
 def test_a_kernel_is_not_what_launches_it():
     kernel = triton_gallery.vector_add._add_kernel
     for given in (kernel, triton.autotune([triton.Config({})], key=[])(kernel)):

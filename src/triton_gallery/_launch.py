@@ -121,6 +121,10 @@ handles: dict[tuple, tuple] = {}
 HOOKS = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
 
 
+# a * b + c is one instruction, and one rounding. Triton 3.9 warns where nobody says so, and 3.10 will take two then.
+_OPTIONS = {"enable_fp_fusion": True}
+
+
 def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
     """Run ``kernel[grid](*args, **meta)`` on the device of its first tensor argument.
 
@@ -148,7 +152,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
     device = next(tensor_of(arg).device for arg in args if tensor_of(arg) is not None)
     if device.type == "meta":
         with interpreter_lock:
-            compilations.append(kernel.warmup(*args, grid=grid, **meta))
+            compilations.append(kernel.warmup(*args, grid=grid, **_OPTIONS, **meta))
         return
     args = [int(arg) if type(arg) is Varying else arg for arg in args]
     with _current(device):
@@ -156,7 +160,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
             launch_interpreted(kernel, grid, args, meta)
             return
         with interpreter_lock:
-            compiled = kernel[grid](*args, **meta)
+            compiled = kernel[grid](*args, **_OPTIONS, **meta)
         if key is not None:
             parameters = list(kernel.signature.parameters.values())[len(args) :]
             constants = tuple(meta.get(parameter.name, parameter.default) for parameter in parameters)

@@ -677,6 +677,7 @@ _TILES = (
 _PART_TILES = [tile for tile in _TILES if tile[0] < 3]  # of parts of K; three consumers were of little use there
 _ALONE_PER_US = 2.25e6  # multiplications of one consumer in a microsecond, while the others rest
 _LINES_PER_US = 140e3  # of 128 bytes, that the L2 cache sends to all multiprocessors
+_LINES_TO_ONE_PER_US = 1.4e3  # and to one of them
 _MAX_SHARING = 4  # programs that may divide K
 _SHARED_BYTES = 226 * 1024  # for what is on its way in or out, beside the barriers
 _TILE_US = 0.27  # of a batch, to begin and to end a tile
@@ -763,9 +764,12 @@ def _plan(
         if partial_sums and n_consumers < 3:
             # While a consumer adds to its sums it multiplies nothing, and there is but one other.
             rate *= 0.9
-        tile_us = n_consumers * BLOCK_M * n_cols * part_k / rate
-        n_tiles = _count_tiles(M, N, n_matrices, n_consumers, n_cols)
         lines_of_step = n_consumers * BLOCK_M * lines[0] + n_cols * lines[1]
+        tile_us = max(
+            n_consumers * BLOCK_M * n_cols * part_k / rate,
+            part_k * 2 / STEP_BYTES * lines_of_step / _LINES_TO_ONE_PER_US,
+        )
+        n_tiles = _count_tiles(M, N, n_matrices, n_consumers, n_cols)
         cache_us = n_tiles * cdiv(K * itemsize, STEP_BYTES) * lines_of_step / _LINES_PER_US
         n_rounds = n_tiles // n_places
         after_us = 0
