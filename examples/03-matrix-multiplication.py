@@ -730,8 +730,8 @@ report_backward
 # %%
 # Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
 # triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, and
-# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even, or a little ahead. (1536, where
-# single products lose most, is not in the sweep.)
+# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even or a little ahead, but for 8192.
+# (1536, where single products lose most, is not in the sweep.)
 
 # %%
 # What each rung is worth

@@ -453,12 +453,10 @@ ladder
 # not found out.) From here on the bytes stay as they are, and the instructions become fewer, with a quarter of the
 # calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an eighth
 # (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the bytes, a
-# further step has nothing to gain, and there we stop. (The last step changes two more things: the library launches two
-# warps in the place of four here, and its seed is an argument, where that of the rungs, a 1, is compiled in. How much
-# of the gain is due to these we have not measured.) An H100, whose memory is slower, gets there with the call for four.
-# In small tensors the step makes no difference that we could see: with 2²⁰ elements, where starting the kernel takes
-# most of the time, a call for four is at :measured:`dropout-ladder-fp16: a call for four at 1048576`, and a call for
-# eight at :measured:`dropout-ladder-fp16: triton_gallery at 1048576`.
+# further step has nothing to gain, and there we stop. In small tensors the step makes no difference that we could see:
+# with 2²⁰ elements, where starting the kernel takes most of the time, a call for four is at
+# :measured:`dropout-ladder-fp16: a call for four at 1048576`, and a call for eight at :measured:`dropout-ladder-fp16:
+# triton_gallery at 1048576`.
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
 # times, the second three times, and the last three once.

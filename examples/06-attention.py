@@ -922,16 +922,9 @@ ladder
 # at 512` at 512 positions, :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 2048` at 2048,
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 8192` at 8192 and
 # :measured:`attention-ladder-fp16: tiles of 128 × 64 / tiles of 64 × 32 at 16384` at 16384. So fewer bytes are not
-# enough by themselves, at 8192 and 16384 positions at least, where they do come from the cache. Larger programs have a
-# price, too. Their registers leave room for one on a multiprocessor where the third version has three, we gave them two
-# stages, eight warps instead of four meet at every tile of keys, and there is less other work to turn to.
-#
-# With 512 and 2048 positions the versions also pay for having all heads in one section. At 512 there are 512 heads, and
-# the programs that run at the same time own tiles of different ones. The keys and values have 128 MiB together, more
-# than the L2 cache keeps until the heads' second tiles come. So each of the eight tiles of a head brings them from
-# memory again, and by this count the third version is near the memory's limit. At 2048 positions the fourth one has
-# about one program to a head at a time as well. The library's sections avoid that; with them we have not timed these
-# versions.
+# enough by themselves. Larger programs have a price, too. Their registers leave room for one on a multiprocessor where
+# the third version has three, we gave them two stages, eight warps instead of four meet at every tile of keys, and
+# there is less other work to turn to.
 #
 # What remains is waiting: products and exponentials take turns. On Hopper the last step of the library is the division
 # of labour that the section above describes, which lets both units work at the same time. It also has tiles of 128
@@ -1683,9 +1676,8 @@ prompt_report
 # at 64`. With 128 queries no row is empty, and four programs to a tile occupy 128 of the 132 multiprocessors of an
 # H200: we run at :measured:`attention-fwd-prompt-fp16: triton_gallery / FlashAttention-2 at 128` the rate of
 # FlashAttention-2 and :measured:`attention-fwd-prompt-fp16: triton_gallery / cuDNN at 128` that of cuDNN. From 512 on
-# cuDNN has programs enough, too, and what remains is the difference between the kernels. (This sweep has one round, in
-# one order. A GPU at the limit of its power favours whoever runs after a slower kernel, so a few per cent say little
-# here.) (FlashAttention-2 reaches less at 512 than at 256 and at 1024; why, we have not looked into.)
+# cuDNN has programs enough, too, and what remains is the difference between the kernels. (FlashAttention-2 reaches
+# less at 512 than at 256 and at 1024; why, we have not looked into.)
 
 # %%
 # Short sequences, many at a time
