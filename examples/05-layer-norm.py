@@ -389,15 +389,55 @@ torch.testing.assert_close(y3, torch_y3)
 torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3), rtol=1e-4, atol=1e-4)
 
 # %%
+# A longer row lies in several blocks
+# -----------------------------------
 # Blocks are powers of two and rows are not. A row of 8704 elements would take a block of 16384 and leave nearly half of
 # its registers empty, while a program with fewer registers has room for a neighbour on its multiprocessor, and two
 # programs have more loads under way than one. So the package holds a row of more than 1024 elements in several blocks,
-# here five of 2048, of which only the last has empty lanes (`_layer_norm_fwd_blocks_kernel`). Its text keeps them as
-# they came from memory and widens them for the mean, for the variance and for the result. The compiler sees three times
-# the same conversion and makes it once, so that float32 numbers wait in the registers. The same kernel takes several
-# short rows to a program, from 33 numbers on, if they are a multiple of 4 long and fill up to three quarters of the
-# next power of two: one of 96 elements lies in three blocks of 32.
+# here five of 2048, of which only the last has empty lanes. The same kernel takes several short rows to a program, from
+# 33 numbers on, if they are a multiple of 4 long and fill up to three quarters of the next power of two: one of 96
+# elements lies in three blocks of 32.
+
+# quote: triton_gallery.layer_norm._load_kept
+# quote: triton_gallery.layer_norm._layer_norm_fwd_blocks_kernel
+
+# %%
+# It takes the steps of the first kernel. New is only how it holds the row:
 #
+# - `blocks` is a tuple that grows by a block in each round of a loop. `tl.static_range` unrolls the loop while the
+#   kernel is compiled, so the number of blocks is fixed, and `k == N_BLOCKS - 1` is known. Only the last block is
+#   loaded with a mask for its columns.
+# - `total += ...` adds up the blocks lane by lane, and one `tl.sum` after the loop crosses the lanes. So the warps meet
+#   once for the mean and once for the variance, however many blocks there are.
+# - `blocks[k].to(COMPUTE_DTYPE)` stands there three times: for the mean, for the variance and for the result. By the
+#   text the row waits as it came from memory. The compiler sees three times the same conversion and makes it once, so
+#   that float32 numbers wait in the registers.
+# - `AHEAD` says when weight and bias are loaded: before the sums, as in the first kernel, or when they are needed. They
+#   take as many registers as the row, each, so only some shapes can afford it. The library decides by the length, the
+#   number of rows and the dtypes (`_fwd_block`).
+# - `_load_kept` asks the caches to keep what it loads. All programs read the same weight and bias, while each row is
+#   read once.
+
+
+def layer_norm_in_blocks(x, w, b, eps=1e-5, BLOCK_N=2048):
+    (M, N), y = x.shape, torch.empty_like(x)
+    mean, rstd = torch.empty(2, M, device=x.device)
+    _layer_norm_fwd_blocks_kernel[(M,)](
+        x, w, b, y, mean, rstd, M, N, x.stride(0), eps,
+        BLOCK_M=1, BLOCK_N=BLOCK_N, N_BLOCKS=triton.cdiv(N, BLOCK_N), AHEAD=False, ALIGN=1, num_warps=8,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+for n_cols, BLOCK_N in ((8704, 2048), (2049, 2048), (96, 32)):
+    x_wide, (w_wide, b_wide) = torch.randn(3, n_cols, device=DEVICE), torch.randn(2, n_cols, device=DEVICE)
+    y_wide, mean_wide, _ = layer_norm_in_blocks(x_wide, w_wide, b_wide, BLOCK_N=BLOCK_N)
+    torch.testing.assert_close(y_wide, torch.nn.functional.layer_norm(x_wide, (n_cols,), w_wide, b_wide))
+    torch.testing.assert_close(mean_wide, x_wide.mean(dim=1))
+
+# %%
+# A row that no program can hold
+# ------------------------------
 # A row of a million elements does not fit into the registers of one program. Then, unless several programs share it (a
 # section below says how), the statistics have to be collected on the way, as in the two loops above. But these subtract
 # two large numbers, and where the mean is large little is left of the difference (the section *A large mean breaks the
@@ -409,13 +449,36 @@ torch.testing.assert_close(dx3, *torch.autograd.grad(torch_y3.square().sum(), x3
 # and at the end Chan's formula joins lanes of :math:`n_l` elements each:
 #
 # .. math:: \mu = \frac{1}{N} \sum_l n_l m_l, \qquad \sigma^2 = \frac{1}{N} \sum_l \bigl( S_l + n_l (m_l - \mu)^2 \bigr)
+
+# quote: triton_gallery.layer_norm._layer_norm_fwd_long_kernel
+
+# %%
+# Both formulas stand there nearly as above:
 #
-# The source has both in `_layer_norm_fwd_long_kernel`. The backward pass cuts such rows into column blocks, unless
-# here, too, several programs share them. Nothing changes for the caller:
+# - `mean` and `m2` are :math:`m` and :math:`S`, a pair for each lane. In block after block all lanes are at the same
+#   :math:`k`, which is `start // BLOCK_N + 1`. So :math:`1 / k` is one division for the whole block.
+# - `tl.where` makes the distance 0 where a lane of the last block has no element: neither `mean` nor `m2` moves then.
+# - `count` is :math:`n_l`. Lanes that the last block leaves empty have met one element less.
+# - The row is read twice. The first loop asks the caches to keep it (`evict_last`), the second says that it is done
+#   with each block (`evict_first`).
+#
+# The backward pass cuts such rows into column blocks, unless here, too, several programs share them. We launch the
+# kernel on rows with a large mean, and the public function on the same:
+
+
+def layer_norm_long(x, eps=1e-5, BLOCK_N=4096):
+    (M, N), y = x.shape, torch.empty_like(x)
+    mean, rstd = torch.empty(2, M, device=x.device)
+    _layer_norm_fwd_long_kernel[(M,)](
+        x, None, None, y, mean, rstd, N, x.stride(0), eps, BLOCK_N=BLOCK_N, ALIGN=1, num_warps=8
+    )
+    return y
+
 
 x_long = torch.randn(2, 70_001, device=DEVICE) + 1000
 exact = torch.nn.functional.layer_norm(x_long.double(), (70_001,))
-torch.testing.assert_close(tg.layer_norm(x_long, 70_001).double(), exact, rtol=0, atol=1e-3)
+for y_long in (layer_norm_long(x_long), tg.layer_norm(x_long, 70_001)):
+    torch.testing.assert_close(y_long.double(), exact, rtol=0, atol=1e-3)
 
 # %%
 # What a trip is worth

@@ -615,7 +615,9 @@ def test_batches_of_gradients_that_are_differentiated_again(pair, device):
         sum(grad.square().sum() for grad in grads if grad is not None).add(result.sum()).backward()
         return [arg.grad for arg in args]
 
-    expected = penalty(pair[1])
+    # torch 2.14 has no second derivatives of its other kernels.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = penalty(pair[1])
     try:
         result = penalty(pair[0])
     except NotImplementedError as error:

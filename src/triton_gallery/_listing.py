@@ -72,9 +72,14 @@ def _ir(text: str) -> Iterator[tuple[Places, str]]:
 def _assembly(text: str, comment: str) -> Iterator[tuple[Places, str]]:
     places: Places | None = None
     known: dict[str, Places] = {}
+    inline = False
     for line in text.splitlines():
         code, _, remark = (part.strip() for part in line.partition(comment))
-        if code.startswith(".loc"):
+        if remark in ("begin inline asm", "end inline asm"):
+            inline = remark == "begin inline asm"
+        elif code.startswith(".loc") and inline:
+            pass  # Triton 3.8 counts the lines of inline assembly as if they stood in the source, below its own line.
+        elif code.startswith(".loc"):
             places = [(name, int(n)) for name, n in _CHAIN.findall(remark)]
             if inlined := _INLINED.match(code):
                 places += known.get(inlined["call"], [])

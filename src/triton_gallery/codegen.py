@@ -295,7 +295,8 @@ def listing(
         target: a name such as "sm_90" or "gfx942".
         kernel: the kernel's name; the first one when None.
         stages: which stages to show, of "ttir", "ttgir", "ptx", "sass" and "amdgcn"; None shows all that there are
-            ("sass" only where nvdisasm knows the target).
+            ("sass" only where nvdisasm knows the target; with Triton 3.8 its loads and stores stand a few lines too
+            low).
         backward: compile the gradient's kernels too.
         kwargs: its keyword arguments.
 
