@@ -229,7 +229,8 @@ def test_programs_for_hopper_that_own_several_tiles(head_dims, kwargs, device):
     "kwargs", [{}, {"window": (None, 5)}, {"is_causal": True, "causal_alignment": "bottom-right"}], ids=str
 )
 def test_programs_for_hopper_that_share_a_query_tile(head_dims, kwargs, device):
-    assert hopper.load("attention_forward")._num_splits(18, 40, torch.device(device)) > 1
+    forward = importlib.import_module("triton_gallery.hopper.attention_forward")
+    assert forward._num_splits(18, 40, torch.device(device)) > 1
     head_dim, head_dim_v = head_dims
     q, k, v = inputs((1, 6, 300, head_dim), (1, 2, 5000, head_dim), torch.float16, device, head_dim_v)
     check(q, k, v, **kwargs)
@@ -250,7 +251,7 @@ def test_programs_for_hopper_that_share_a_query_tile(head_dims, kwargs, device):
 def test_programs_for_hopper_that_share_a_key_tile(head_dims, n_kv_heads, kwargs, deterministic, device):
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     n_processors = module.num_multiprocessors(torch.device(device))
-    shares = hopper.load("attention_backward")._shares
+    shares = importlib.import_module("triton_gallery.hopper.attention_backward")._shares
     n_limits = 2 if kwargs == {"window": (300, 60)} else len(kwargs)
     n_tiles, n_steps = 9 * n_kv_heads, 9 if n_limits == 2 else 18
     n_whole, n_parts = shares(n_tiles, n_steps, 20 // n_kv_heads, 256, n_limits, n_processors)
@@ -325,6 +326,43 @@ def test_each_part_of_a_key_tile_is_an_item_of_one_program(lower, upper, n_parts
 
     loads = [sum(map(n_pairs, items)) for items in programs]
     assert max(loads) - min(loads) <= max(map(n_pairs, found))
+
+
+@pytest.mark.parametrize("head_dims", [(192, 128), (64, 160), (136, 192), (128, 64), (256, 40)], ids=str)
+def test_rows_that_triton_3_8_cannot_compile_are_computed_wider(head_dims, monkeypatch):
+    monkeypatch.setattr(hopper, "_STAND_INS", hopper._WIDER)
+    forward, backward = (hopper.load.__wrapped__(f"attention_{way}") for way in ("forward", "backward"))
+    widths = []
+
+    def compute_forward(q, k, v, out, lse, lower, upper, scale):
+        widths.append((q.shape[-1], v.shape[-1]))
+        out.copy_(F.scaled_dot_product_attention(q, k, v, scale=scale))
+
+    def compute_backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, lower, upper, scale):
+        widths.append((q.shape[-1], v.shape[-1]))
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            result = F.scaled_dot_product_attention(*inputs, scale=scale)
+        torch.testing.assert_close(result, out)
+        for gradient, values in zip((dq, dk, dv), torch.autograd.grad(result, inputs, dout), strict=True):
+            gradient.copy_(values)
+
+    monkeypatch.setattr(forward.attention_forward, "forward", compute_forward)
+    monkeypatch.setattr(backward.attention_backward, "backward", compute_backward)
+    head_dim, head_dim_v = head_dims
+    q, k = torch.randn(2, 3, 5, head_dim, requires_grad=True), torch.randn(2, 3, 7, head_dim, requires_grad=True)
+    v, dout = torch.randn(2, 3, 7, head_dim_v, requires_grad=True), torch.randn(2, 3, 5, head_dim_v)
+    expected = F.scaled_dot_product_attention(q, k, v, scale=0.1)
+    out = torch.full_like(expected, math.nan)
+    gradients = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    with torch.no_grad():
+        forward.forward(q, k, v, out, None, None, None, 0.1)
+        torch.testing.assert_close(out, expected)
+        backward.backward(dout, None, q, k, v, out, None, *gradients, None, None, 0.1)
+    for found, wanted in zip(gradients, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert widths == [tuple(256 if 128 < d <= 192 else d for d in head_dims)] * 2
+    assert forward.supports is forward.attention_forward.supports
 
 
 def test_key_tiles_without_limits_are_taken_in_turn():
@@ -533,7 +571,7 @@ def test_a_few_queries_of_many_sequences(batch, heads, kv_heads, seq_q, seq_k, h
     head_dim, head_dim_v = head_dims
     shapes = (batch, heads, seq_q, head_dim), (batch, kv_heads, seq_k, head_dim)
     q, k, v = inputs(*shapes, torch.float16, device, head_dim_v)
-    launches = observed_launches(hopper.load("attention_forward"), monkeypatch)
+    launches = observed_launches(importlib.import_module("triton_gallery.hopper.attention_forward"), monkeypatch)
     check(q, k, v, **MASKS[mask])
     if mask == "full" and max(head_dims) <= 192:
         assert {meta["NUM_CONSUMERS"] for _, meta in launches} == {1}
@@ -543,7 +581,7 @@ def test_a_few_queries_of_many_sequences(batch, heads, kv_heads, seq_q, seq_k, h
 def test_programs_that_keep_memory_busy(device):
     def keeps_memory_busy(n_heads, head_dim=64):
         x = torch.empty(1, n_heads, 1, head_dim, device=device).half()
-        return hopper.load("attention_forward").keeps_memory_busy(x, x)
+        return importlib.import_module("triton_gallery.hopper.attention_forward").keeps_memory_busy(x, x)
 
     n = module.num_multiprocessors(device)
     assert all(map(keeps_memory_busy, (n, 2 * n, 3 * n, 4 * n)))
