@@ -680,8 +680,8 @@ backward_ladder
 # The forward pass must read and write :math:`M \times N` elements, the backward pass must read two such matrices and
 # write one. We divide these bytes by the time. Every provider gets the same random float16 inputs, and the L2 cache is
 # flushed before each call. The limit is a plain copy, which also reads and writes all it touches. (Forward, 1024 takes
-# the first kernel and all other lengths the one with blocks. The gradient takes one with blocks of its own, which is not
-# quoted here, and beyond 10240, on Hopper, those in parts.)
+# the first kernel and all other lengths the one with blocks. The gradient takes one with blocks of its own, which is
+# not quoted here, and beyond 10240, on Hopper, those in parts.)
 
 LENGTHS = range(1024, 15873, 512)
 PROVIDERS = ["triton_gallery", "torch", "torch.compile"]
