@@ -328,43 +328,6 @@ def test_each_part_of_a_key_tile_is_an_item_of_one_program(lower, upper, n_parts
     assert max(loads) - min(loads) <= max(map(n_pairs, found))
 
 
-@pytest.mark.parametrize("head_dims", [(192, 128), (64, 160), (136, 192), (128, 64), (256, 40)], ids=str)
-def test_rows_that_triton_3_8_cannot_compile_are_computed_wider(head_dims, monkeypatch):
-    monkeypatch.setattr(hopper, "_STAND_INS", hopper._WIDER)
-    forward, backward = (hopper.load.__wrapped__(f"attention_{way}") for way in ("forward", "backward"))
-    widths = []
-
-    def compute_forward(q, k, v, out, lse, lower, upper, scale):
-        widths.append((q.shape[-1], v.shape[-1]))
-        out.copy_(F.scaled_dot_product_attention(q, k, v, scale=scale))
-
-    def compute_backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, lower, upper, scale):
-        widths.append((q.shape[-1], v.shape[-1]))
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            result = F.scaled_dot_product_attention(*inputs, scale=scale)
-        torch.testing.assert_close(result, out)
-        for gradient, values in zip((dq, dk, dv), torch.autograd.grad(result, inputs, dout), strict=True):
-            gradient.copy_(values)
-
-    monkeypatch.setattr(forward.attention_forward, "forward", compute_forward)
-    monkeypatch.setattr(backward.attention_backward, "backward", compute_backward)
-    head_dim, head_dim_v = head_dims
-    q, k = torch.randn(2, 3, 5, head_dim, requires_grad=True), torch.randn(2, 3, 7, head_dim, requires_grad=True)
-    v, dout = torch.randn(2, 3, 7, head_dim_v, requires_grad=True), torch.randn(2, 3, 5, head_dim_v)
-    expected = F.scaled_dot_product_attention(q, k, v, scale=0.1)
-    out = torch.full_like(expected, math.nan)
-    gradients = [torch.full_like(x, math.nan) for x in (q, k, v)]
-    with torch.no_grad():
-        forward.forward(q, k, v, out, None, None, None, 0.1)
-        torch.testing.assert_close(out, expected)
-        backward.backward(dout, None, q, k, v, out, None, *gradients, None, None, 0.1)
-    for found, wanted in zip(gradients, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(found, wanted)
-    assert widths == [tuple(256 if 128 < d <= 192 else d for d in head_dims)] * 2
-    assert forward.supports is forward.attention_forward.supports
-
-
 def test_key_tiles_without_limits_are_taken_in_turn():
     backward = importlib.import_module("triton_gallery.hopper.attention_backward")
     assert backward._schedule_for(7, 9, 18, 1, None, None, 2, 132, torch.device("cpu")) is None

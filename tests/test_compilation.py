@@ -305,8 +305,6 @@ CASES = [
     ),
 ]
 
-# Kernels whose products wait for each other: of rows of 256 under a causal mask, with Triton 3.8 alone.
-SERIALIZED = {"_attention_dkdv_hopper_kernel"} if triton.__version__.startswith("3.8.") else set()
 IS_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 # (a part of the case's name, target) -> how many bytes a kernel may spill with any Triton from 3.6 to 3.9, and why.
@@ -378,8 +376,8 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
         "the same kernel, a loop over the heads of a group and a share of the queries; some 180 before Triton 3.9",
     ),
     ("attention 1x8x512x128", "sm_90"): (360, "the same"),
-    ("attention 2x4x1000x256", "sm_90"): (116, "a gradient of 256 columns, and masks at both ends of a walk"),
-    ("attention 1x4x16x256", "sm_90"): (108, "the same with one mask, with Triton 3.9 alone"),
+    ("attention 2x4x1000x256", "sm_90"): (76, "gradients of 256 columns, and masks at both ends; 8 before Triton 3.9"),
+    ("attention 1x4x16x256", "sm_90"): (20, "a few values of the same with one mask, with Triton 3.8 and 3.9"),
     ("attention 4x8x1x64", "sm_90"): (
         608,
         "the parts of a float32 tile, some 370 bytes before Triton 3.9; larger tiles are faster all the same",
@@ -387,7 +385,7 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     **{
         (f"attention {shape}", target): (size, "the backward of a head: with more warps it is slower all the same")
         for shape, sizes in {
-            "512x8x49x64": {"sm_80": 160, "sm_86": 84, "sm_90": 20, "sm_120": 168},
+            "512x8x49x64": {"sm_80": 160, "sm_86": 88, "sm_90": 20, "sm_120": 168},
             "64x8x64x128": {"sm_80": 556, "sm_86": 544, "sm_90": 452, "sm_100": 112, "sm_120": 324},
             "64x8x128x32": {"sm_80": 152, "sm_86": 176, "sm_120": 80, "gfx942": 344},
         }.items()
@@ -448,8 +446,7 @@ def check(kernels: list[codegen.Kernel] | str, target: str, allowed_spills: int)
         assert kernel.registers is not None, "ptxas is missing"
         assert kernel.spills <= allowed_spills, f"{kernel.name} spills {kernel.spills} bytes per thread"
         assert kernel.shared <= SHARED_LIMIT[target], f"{kernel.name} asks for {kernel.shared} bytes of shared memory"
-        if kernel.name not in SERIALIZED:
-            assert not any("serialized" in warning for warning in kernel.warnings), f"{kernel.name}: {kernel.warnings}"
+        assert not any("serialized" in warning for warning in kernel.warnings), f"{kernel.name}: {kernel.warnings}"
 
 
 # Processes of pytest-xdist share nothing: all cases of one batch belong to one of them.

@@ -25,7 +25,6 @@ from ._gluon import (
     as_row,
     as_tiles,
     async_load,
-    async_store,
     descriptor,
     fence_async_shared,
     gl,
@@ -45,6 +44,7 @@ from .attention_gradients import QUERIES_PER_TILE, STATS_LAYOUT, fill_dkdv, fill
 from .attention_rows import (
     allocate,
     columns,
+    load_rows,
     parts,
     row_width,
     scale_sums,
@@ -52,6 +52,7 @@ from .attention_rows import (
     start_scores,
     start_sums,
     store_rows,
+    store_tile,
     wait_sums,
     zero_sums,
 )
@@ -147,9 +148,10 @@ def _bwd_producer(
         kv_stage = n_done % KV_STAGES
         mbarrier.wait(kv_empty.index(kv_stage), phase(n_done, KV_STAGES) ^ 1)
         mbarrier.expect(kv_full.index(kv_stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        place = [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0]
-        async_load(k_desc, place, kv_full.index(kv_stage), k_smem.index(kv_stage))
-        async_load(v_desc, place, kv_full.index(kv_stage), v_smem.index(kv_stage))
+        b = kv_head // n_kv_heads
+        h = kv_head % n_kv_heads
+        load_rows(k_desc, b, h, kv_tile * 128, k_smem, kv_stage, kv_full.index(kv_stage))
+        load_rows(v_desc, b, h, kv_tile * 128, v_smem, kv_stage, kv_full.index(kv_stage))
         if n_done == 0:
             # The row statistics, and the zeros to which dQ is added, are written by the kernel before this one.
             gdc_wait()
@@ -162,12 +164,12 @@ def _bwd_producer(
                 q_tile = _wrapped(first + i, n_q_tiles, HAS_LIMIT)
                 mbarrier.wait(q_empty.index(stage), phase(step, STAGES) ^ 1)
                 mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
-                async_load(q_desc, [b, h, q_tile * 64, 0], q_full.index(stage), q_smem.index(stage))
+                load_rows(q_desc, b, h, q_tile * 64, q_smem, stage, q_full.index(stage))
                 for c in gl.static_range(2):
                     row = as_row(stats_smem.index(2 * stage + c), stats_desc.layout)
                     async_load(stats_desc, [(head * n_q_tiles + q_tile) * 2 + c, 0], q_full.index(stage), row)
                 mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
-                async_load(dout_desc, [b, h, q_tile * 64, 0], dout_full.index(stage), dout_smem.index(stage))
+                load_rows(dout_desc, b, h, q_tile * 64, dout_smem, stage, dout_full.index(stage))
                 step += 1
         n_done += 1
         item = next_item
@@ -196,7 +198,7 @@ def _begins_early(block_d, block_dv, has_limit):
 @gluon.jit
 def _own_rows(smem, kv_stage, WIDTH: gl.constexpr, CONSUMER: gl.constexpr):
     """This consumer's half of the keys or values."""
-    return some_rows(parts(smem, kv_stage, WIDTH, 1), CONSUMER * 64, 64)
+    return some_rows(parts(smem, kv_stage, WIDTH), CONSUMER * 64, 64)
 
 
 @gluon.jit
@@ -205,19 +207,19 @@ def _start_dq(step, row, k_smem, ds_smem, ds_full, kv_stage, CONSUMER: gl.conste
 
     Before the first tile, where row < 0, it is of whatever lies there, or is just being written; nobody adds that.
     """
-    K_COLUMNS: gl.constexpr = k_smem.shape[4]
+    K_COLUMNS: gl.constexpr = k_smem[0].shape[4]
     DQ_COLS: gl.constexpr = 64 if K_COLUMNS == 128 else 32
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
     dq_zeros = gl.zeros([64, DQ_COLS], gl.float32, DQ_LAYOUT)
-    if k_smem.shape[0] > 1:
+    if k_smem[0].shape[0] > 1:
         # Opaque, too: without it, dQ was wrong where a mask splits the loop over the queries.
         kv_stage = opaque(kv_stage)
     ds_both = ds_smem.index(step & 1)
     if K_COLUMNS == 128:
-        k_half = columns(k_smem, kv_stage, CONSUMER * 64, 64, 1)
+        k_half = columns(k_smem, kv_stage, CONSUMER * 64, 64)
         ds_half = ds_both
     else:
-        k_half = columns(k_smem, kv_stage, 0, 64, 1)
+        k_half = columns(k_smem, kv_stage, 0, 64)
         ds_half = ds_both.slice(CONSUMER * 32, 32, dim=1)
     mbarrier.wait(ds_full.index(step & 1), phase(step, 2), pred=row >= 0)
     return warpgroup_mma(k_half.permute((1, 0)), ds_half, dq_zeros, use_acc=False, is_async=True)
@@ -252,14 +254,14 @@ def _bwd_step(
     may be a step apart: while one multiplies, the other takes exponentials. The softmax runs under dP, and with
     DQ_FIRST under dQ; dS runs under dV, and dQ leaves under dK. Returns the row of this tile, dK and dV.
     """
-    dtype: gl.constexpr = q_smem.dtype
+    dtype: gl.constexpr = q_smem[0].dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     STAGES: gl.constexpr = q_full.shape[0]
     N_DQ_FIRST: gl.constexpr = 1 if DQ_FIRST else 0
     stage = step % STAGES
-    q = parts(q_smem, stage, BLOCK_D, 1)
-    dout = parts(dout_smem, stage, BLOCK_DV, 1)
+    q = parts(q_smem, stage, BLOCK_D)
+    dout = parts(dout_smem, stage, BLOCK_DV)
 
     mbarrier.wait(q_full.index(stage), phase(step, STAGES))
     lse = stats_smem.index(2 * stage).load(COLS)
@@ -354,20 +356,20 @@ def _bwd_head(
 
 @gluon.jit
 def _store_gradients(
-    dk_desc, dv_desc, place, ds_smem, dq_smem, dk, dv, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    dk_desc, dv_desc, batch, head, row, ds_smem, dq_smem, dk, dv, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Store this consumer's rows where dQ and dS were; each consumer then copies one of both to memory."""
-    dk_smem = as_tiles(dq_smem, dk_desc)
-    dv_smem = as_tiles(ds_smem, dv_desc)
-    store_rows(some_rows(parts(dk_smem, 0, BLOCK_D, 1), CONSUMER * 64, 64), dk)
-    store_rows(some_rows(parts(dv_smem, 0, BLOCK_DV, 1), CONSUMER * 64, 64), dv)
+    dk_smem = (as_tiles(dq_smem, dk_desc),)
+    dv_smem = (as_tiles(ds_smem, dv_desc),)
+    store_rows(some_rows(parts(dk_smem, 0, BLOCK_D), CONSUMER * 64, 64), dk)
+    store_rows(some_rows(parts(dv_smem, 0, BLOCK_DV), CONSUMER * 64, 64), dv)
     fence_async_shared()
     meet()
     if CONSUMER == 0:
-        async_store(dk_desc, place, dk_smem.index(0))
+        store_tile(dk_desc, batch, head, row, dk_smem, 0, BLOCK_D)
     else:
-        async_store(dv_desc, place, dv_smem.index(0))
+        store_tile(dv_desc, batch, head, row, dv_smem, 0, BLOCK_DV)
 
 
 @gluon.jit
@@ -438,7 +440,9 @@ def _bwd_consumer(
         store_wait(0)
         meet()  # both consumers are past their last read of dS, and their last dQ has left
         dk = scale_sums(dk, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
-        place = [kv_head // n_kv_heads, kv_head % n_kv_heads, kv_tile * 128, 0]
+        batch = kv_head // n_kv_heads
+        own_head = kv_head % n_kv_heads
+        key = kv_tile * 128
         if HAS_PARTS:
             part = item - n_whole
             if part >= 0:
@@ -446,9 +450,13 @@ def _bwd_consumer(
                 _store_part(row_ptrs, dk, BLOCK_D + BLOCK_DV)
                 _store_part(row_ptrs + BLOCK_D, dv, BLOCK_D + BLOCK_DV)
             else:
-                _store_gradients(dk_desc, dv_desc, place, ds_smem, dq_smem, dk, dv, BLOCK_D, BLOCK_DV, CONSUMER)
+                _store_gradients(
+                    dk_desc, dv_desc, batch, own_head, key, ds_smem, dq_smem, dk, dv, BLOCK_D, BLOCK_DV, CONSUMER
+                )
         else:
-            _store_gradients(dk_desc, dv_desc, place, ds_smem, dq_smem, dk, dv, BLOCK_D, BLOCK_DV, CONSUMER)
+            _store_gradients(
+                dk_desc, dv_desc, batch, own_head, key, ds_smem, dq_smem, dk, dv, BLOCK_D, BLOCK_DV, CONSUMER
+            )
         n_done += 1
         item = _item(n_done, schedule_ptr, schedule_width, n_items, HAS_LIMIT)
     store_wait(0)
@@ -499,10 +507,10 @@ def _attention_bwd_hopper_kernel(
 ):
     """An item is a key tile (128 keys) of one head, or a part of one: its dK and dV, and its share of dQ."""
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = allocate(STAGES, q_desc, 1)
-    dout_smem = allocate(STAGES, dout_desc, 1)
-    k_smem = allocate(KV_STAGES, k_desc, 1)
-    v_smem = allocate(KV_STAGES, v_desc, 1)
+    q_smem = allocate(STAGES, q_desc, BLOCK_D)
+    dout_smem = allocate(STAGES, dout_desc, BLOCK_DV)
+    k_smem = allocate(KV_STAGES, k_desc, BLOCK_D)
+    v_smem = allocate(KV_STAGES, v_desc, BLOCK_DV)
     stats_smem = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], gl.float16)
     ds_smem = gl.allocate_shared_memory(dtype, [2, 128, 64], DS_LAYOUT)

@@ -33,7 +33,6 @@ from ._gluon import (
 from .attention_rows import (
     allocate,
     load_rows,
-    num_pieces,
     parts,
     piece_width,
     row_width,
@@ -43,6 +42,7 @@ from .attention_rows import (
     start_sums,
     store_rows,
     store_tile,
+    tile_bytes,
     wait_sums,
     zero_sums,
 )
@@ -244,11 +244,10 @@ def _batch_and_head(head, heads_inverse, n_heads):
 def _copy_kv_tile(desc, batch, head, row, smem, full, empty, step):
     """Wait until the consumers have left the stage, then start the copy; its arrival trips the `full` barrier."""
     STAGES: gl.constexpr = full.shape[0]
-    PIECES: gl.constexpr = smem.shape[0] // STAGES
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), phase(step, STAGES) ^ 1)
-    mbarrier.expect(full.index(stage), PIECES * desc.block_type.nbytes)
-    load_rows(desc, batch, head, row, smem, stage, full.index(stage), PIECES)
+    mbarrier.expect(full.index(stage), tile_bytes(desc, smem))
+    load_rows(desc, batch, head, row, smem, stage, full.index(stage))
 
 
 @gluon.jit
@@ -260,7 +259,6 @@ def _fwd_producer(
 ):  # fmt: skip
     """Copies Q once per tile, and K and V tile by tile from the last one backwards."""
     Q_STAGES: gl.constexpr = q_full.shape[0] // NUM_CONSUMERS
-    Q_PIECES: gl.constexpr = q_smem.shape[0] // q_full.shape[0]
     step = 0
     entry_ptr = schedule_ptr + (gl.program_id(0) // n_splits if IS_SPLIT else gl.program_id(0)) * schedule_width
     n_done = 0
@@ -280,9 +278,9 @@ def _fwd_producer(
         for c in gl.static_range(NUM_CONSUMERS):
             q_place = n_done % Q_STAGES * NUM_CONSUMERS + c
             mbarrier.wait(q_empty.index(q_place), phase(n_done, Q_STAGES) ^ 1)
-            mbarrier.expect(q_full.index(q_place), Q_PIECES * q_desc.block_type.nbytes)
+            mbarrier.expect(q_full.index(q_place), tile_bytes(q_desc, q_smem))
             row = tile * TILE_ROWS + c * BLOCK_M
-            load_rows(q_desc, batch, head, row, q_smem, q_place, q_full.index(q_place), Q_PIECES)
+            load_rows(q_desc, batch, head, row, q_smem, q_place, q_full.index(q_place))
         for j in range(1, end - begin):
             # K runs one tile ahead of V, as the consumers' products do.
             _copy_kv_tile(k_desc, batch, kv_head, (end - 1 - j) * BLOCK_N, k_smem, k_full, k_empty, step + 1)
@@ -314,12 +312,12 @@ def _fwd_step(
 
     With MASK, the tile may hold keys outside the limits of the queries from `row` on.
     """
-    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     STAGES: gl.constexpr = k_full.shape[0]
     next_stage = (step + 1) % STAGES
     stage = step % STAGES
-    v = some_rows(parts(v_smem, stage, BLOCK_DV, num_pieces(BLOCK_DV)), 0, V_ROWS)
-    k = parts(k_smem, next_stage, BLOCK_D, num_pieces(BLOCK_D))
+    v = some_rows(parts(v_smem, stage, BLOCK_DV), 0, V_ROWS)
+    k = parts(k_smem, next_stage, BLOCK_D)
     mbarrier.wait(k_full.index(next_stage), phase(step + 1, STAGES))
     _wait_turn(CONSUMER, NUM_CONSUMERS)
     s_token = start_scores(q, k)
@@ -337,7 +335,7 @@ def _fwd_step(
     row_sum = row_sum * rescale + gl.sum(p_f32, 1)
     acc = wait_sums(acc_tokens, 0)
     mbarrier.arrive(v_empty.index(stage), count=1)
-    return p_f32.to(k_smem.dtype), scale_sums(acc, rescale), new_max, row_sum
+    return p_f32.to(k_smem[0].dtype), scale_sums(acc, rescale), new_max, row_sum
 
 
 @gluon.jit
@@ -360,8 +358,6 @@ def _fwd_consumer(
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     STAGES: gl.constexpr = k_full.shape[0]
     Q_STAGES: gl.constexpr = q_full.shape[0] // NUM_CONSUMERS
-    OUT_STAGES: gl.constexpr = Q_STAGES if OUT_IN_Q else 1
-    OUT_PIECES: gl.constexpr = out_smem.shape[0] // (OUT_STAGES * NUM_CONSUMERS)
     # Measured: up to a twentieth quicker. Three consumers have no registers for it; with wider rows it gained nothing.
     Q_IN_REGISTERS: gl.constexpr = max(BLOCK_D, BLOCK_DV) == 64 and NUM_CONSUMERS < 3
     step = 0
@@ -383,7 +379,7 @@ def _fwd_consumer(
         row = tile * TILE_ROWS + CONSUMER * BLOCK_M
         acc = zero_sums(BLOCK_M, BLOCK_DV)
         q_place = n_done % Q_STAGES * NUM_CONSUMERS + CONSUMER
-        q = parts(q_smem, q_place, BLOCK_D, num_pieces(BLOCK_D))
+        q = parts(q_smem, q_place, BLOCK_D)
         mbarrier.wait(q_full.index(q_place), phase(n_done, Q_STAGES))
         if Q_IN_REGISTERS:
             q = (q[0].load(gl.DotOperandLayout(0, S_LAYOUT, 2)),)
@@ -408,7 +404,7 @@ def _fwd_consumer(
 
         # The first tile: the diagonal under a causal mask, or else the ragged end of the keys.
         stage = step % STAGES
-        k = some_rows(parts(k_smem, stage, BLOCK_D, num_pieces(BLOCK_D)), 0, FIRST_N)
+        k = some_rows(parts(k_smem, stage, BLOCK_D), 0, FIRST_N)
         mbarrier.wait(k_full.index(stage), phase(step, STAGES))
         _wait_turn(CONSUMER, NUM_CONSUMERS)
         s_token = start_scores(q, k)
@@ -498,10 +494,10 @@ def _fwd_consumer(
         else:
             store_wait(0)
             out_place = q_place if OUT_IN_Q else CONSUMER
-            store_rows(parts(out_smem, out_place, BLOCK_DV, OUT_PIECES), acc)
+            store_rows(parts(out_smem, out_place, BLOCK_DV), acc)
             fence_async_shared()
             batch, own_head = _batch_and_head(head, heads_inverse, n_heads)
-            store_tile(out_desc, batch, own_head, row, out_smem, out_place, BLOCK_DV, OUT_PIECES)
+            store_tile(out_desc, batch, own_head, row, out_smem, out_place, BLOCK_DV)
         if OUT_IN_Q:
             store_wait(0)
             mbarrier.arrive(q_empty.index(q_place), count=1)
@@ -526,7 +522,7 @@ def _store_split(out_ptr, own_rows, row_mask, acc, HEAD_DIM_V: gl.constexpr):
 def _last_pv(v_smem, v_full, v_empty, step, p, acc, BLOCK_DV: gl.constexpr, V_ROWS: gl.constexpr):
     STAGES: gl.constexpr = v_full.shape[0]
     stage = step % STAGES
-    v = some_rows(parts(v_smem, stage, BLOCK_DV, num_pieces(BLOCK_DV)), 0, V_ROWS)
+    v = some_rows(parts(v_smem, stage, BLOCK_DV), 0, V_ROWS)
     mbarrier.wait(v_full.index(stage), phase(step, STAGES))
     acc = wait_sums(start_sums(p, v, acc), 0)
     mbarrier.arrive(v_empty.index(stage), count=1)
@@ -573,13 +569,13 @@ def _attention_fwd_hopper_kernel(
     """Program i owns the tiles that row i / n_splits of the schedule lists, each NUM_CONSUMERS x BLOCK_M query rows."""
     # The kernel after this one, such as the one that joins splits, may make itself ready from now on.
     gdc_launch_dependents()
-    q_smem = allocate(Q_STAGES * NUM_CONSUMERS, q_desc, num_pieces(BLOCK_D))
-    k_smem = allocate(STAGES, k_desc, num_pieces(BLOCK_D))
-    v_smem = allocate(STAGES, v_desc, num_pieces(BLOCK_DV))
+    q_smem = allocate(Q_STAGES * NUM_CONSUMERS, q_desc, BLOCK_D)
+    k_smem = allocate(STAGES, k_desc, BLOCK_D)
+    v_smem = allocate(STAGES, v_desc, BLOCK_DV)
     if OUT_IN_Q:
         out_smem = q_smem
     else:
-        out_smem = allocate(NUM_CONSUMERS, out_desc, num_pieces(BLOCK_DV))
+        out_smem = allocate(NUM_CONSUMERS, out_desc, BLOCK_DV)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * NUM_CONSUMERS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * NUM_CONSUMERS, 1], BARRIER)

@@ -29,7 +29,6 @@ from .attention_forward import L2_BYTES, LOG2_E, _mask
 from .attention_rows import (
     allocate,
     load_rows,
-    num_pieces,
     parts,
     piece_width,
     row_width,
@@ -38,6 +37,7 @@ from .attention_rows import (
     start_sums,
     store_rows,
     store_tile,
+    tile_bytes,
     wait_sums,
     zero_sums,
 )
@@ -111,31 +111,29 @@ def _dq_producer(
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
 ):  # fmt: skip
     """Copies the program's Q and dO once, then K and V of one step after another."""
-    D_PIECES: gl.constexpr = num_pieces(BLOCK_D)
-    DV_PIECES: gl.constexpr = num_pieces(BLOCK_DV)
     K_STAGES: gl.constexpr = k_full.shape[0]
     V_STAGES: gl.constexpr = v_full.shape[0]
-    ROWS: gl.constexpr = k_smem.shape[3]
+    ROWS: gl.constexpr = k_smem[0].shape[3]
     tile, head = _dq_tile(n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     batch = head // n_heads
     own_head = head % n_heads
-    mbarrier.expect(own_full, 2 * (D_PIECES * q_desc.block_type.nbytes + DV_PIECES * dout_desc.block_type.nbytes))
+    mbarrier.expect(own_full, 2 * (tile_bytes(q_desc, q_smem) + tile_bytes(dout_desc, dout_smem)))
     for c in gl.static_range(2):
         row = tile * 128 + c * 64
-        load_rows(q_desc, batch, own_head, row, q_smem, c, own_full, D_PIECES)
-        load_rows(dout_desc, batch, own_head, row, dout_smem, c, own_full, DV_PIECES)
+        load_rows(q_desc, batch, own_head, row, q_smem, c, own_full)
+        load_rows(dout_desc, batch, own_head, row, dout_smem, c, own_full)
     begin, end = _tiles_to_walk(tile * 128, seq_q, seq_kv, lower, upper, 128, ROWS, HAS_LOWER, HAS_UPPER)
     kv_head = own_head // (n_heads // n_kv_heads)
     for i in range(begin, end):
         step = i - begin
         stage = step % K_STAGES
         mbarrier.wait(k_empty.index(stage), phase(step, K_STAGES) ^ 1)
-        mbarrier.expect(k_full.index(stage), D_PIECES * k_desc.block_type.nbytes)
-        load_rows(k_desc, batch, kv_head, i * ROWS, k_smem, stage, k_full.index(stage), D_PIECES)
+        mbarrier.expect(k_full.index(stage), tile_bytes(k_desc, k_smem))
+        load_rows(k_desc, batch, kv_head, i * ROWS, k_smem, stage, k_full.index(stage))
         stage = step % V_STAGES
         mbarrier.wait(v_empty.index(stage), phase(step, V_STAGES) ^ 1)
-        mbarrier.expect(v_full.index(stage), DV_PIECES * v_desc.block_type.nbytes)
-        load_rows(v_desc, batch, kv_head, i * ROWS, v_smem, stage, v_full.index(stage), DV_PIECES)
+        mbarrier.expect(v_full.index(stage), tile_bytes(v_desc, v_smem))
+        load_rows(v_desc, batch, kv_head, i * ROWS, v_smem, stage, v_full.index(stage))
 
 
 @gluon.jit
@@ -147,16 +145,16 @@ def _dq_step(
     """This consumer's queries against one tile of keys: dQ += dS K."""
     K_STAGES: gl.constexpr = k_full.shape[0]
     V_STAGES: gl.constexpr = v_full.shape[0]
-    ROWS: gl.constexpr = k_smem.shape[3]
+    ROWS: gl.constexpr = k_smem[0].shape[3]
     COLS: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
     k_stage = step % K_STAGES
     v_stage = step % V_STAGES
-    k = parts(k_smem, k_stage, BLOCK_D, num_pieces(BLOCK_D))
-    v = parts(v_smem, v_stage, BLOCK_DV, num_pieces(BLOCK_DV))
+    k = parts(k_smem, k_stage, BLOCK_D)
+    v = parts(v_smem, v_stage, BLOCK_DV)
     # Opaque, so that each step computes the operands' addresses: kept in registers they would push other values out.
     own = opaque(row // 64 % 2)
-    q = parts(q_smem, own, BLOCK_D, num_pieces(BLOCK_D))
-    dout = parts(dout_smem, own, BLOCK_DV, num_pieces(BLOCK_DV))
+    q = parts(q_smem, own, BLOCK_D)
+    dout = parts(dout_smem, own, BLOCK_DV)
     mbarrier.wait(k_full.index(k_stage), phase(step, K_STAGES))
     s_token = start_scores(q, k)
     mbarrier.wait(v_full.index(v_stage), phase(step, V_STAGES))
@@ -170,7 +168,7 @@ def _dq_step(
     dp = warpgroup_mma_wait(0, deps=(dp_token,))
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     ds = p * (dp - delta[:, None])
-    dq = wait_sums(start_sums(ds.to(k_smem.dtype), k, dq), 0)
+    dq = wait_sums(start_sums(ds.to(k_smem[0].dtype), k, dq), 0)
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     return dq
 
@@ -183,7 +181,7 @@ def _dq_consumer(
     EVEN_KV: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 queries: keeps their dQ in registers while the tiles of keys pass by."""
-    ROWS: gl.constexpr = k_smem.shape[3]
+    ROWS: gl.constexpr = k_smem[0].shape[3]
     OWN: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
     tile, head = _dq_tile(n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     row = tile * 128 + CONSUMER * 64
@@ -201,10 +199,9 @@ def _dq_consumer(
                 seq_kv, lower, upper, scale_log2, BLOCK_D, BLOCK_DV, part != 1, EVEN_KV,
             )  # fmt: skip
     dq = scale_sums(dq, gl.full([64], scale, gl.float32, OWN))
-    PIECES: gl.constexpr = num_pieces(BLOCK_D)
-    store_rows(parts(q_smem, CONSUMER, BLOCK_D, PIECES), dq)
+    store_rows(parts(q_smem, CONSUMER, BLOCK_D), dq)
     fence_async_shared()
-    store_tile(dq_desc, head // n_heads, head % n_heads, row, q_smem, CONSUMER, BLOCK_D, PIECES)
+    store_tile(dq_desc, head // n_heads, head % n_heads, row, q_smem, CONSUMER, BLOCK_D)
     store_wait(0)
 
 
@@ -240,10 +237,10 @@ def _attention_dq_hopper_kernel(
     EVEN_KV: gl.constexpr,  # 128 divides the number of keys, so that no tile passes their end
 ):
     """A program owns 128 queries; query i gets what the keys from i + lower to i + upper add to it."""
-    q_smem = allocate(2, q_desc, num_pieces(BLOCK_D))
-    dout_smem = allocate(2, dout_desc, num_pieces(BLOCK_DV))
-    k_smem = allocate(K_STAGES, k_desc, num_pieces(BLOCK_D))
-    v_smem = allocate(V_STAGES, v_desc, num_pieces(BLOCK_DV))
+    q_smem = allocate(2, q_desc, BLOCK_D)
+    dout_smem = allocate(2, dout_desc, BLOCK_DV)
+    k_smem = allocate(K_STAGES, k_desc, BLOCK_D)
+    v_smem = allocate(V_STAGES, v_desc, BLOCK_DV)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     own_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], BARRIER)
@@ -286,15 +283,13 @@ def _dkdv_producer(
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
 ):  # fmt: skip
     """Copies the program's K and V once, then Q and dO of one step after another, with the statistics of their rows."""
-    D_PIECES: gl.constexpr = num_pieces(BLOCK_D)
-    DV_PIECES: gl.constexpr = num_pieces(BLOCK_DV)
     STAGES: gl.constexpr = q_full.shape[0]
     tile, kv_head = own_tile(gl.program_id(0), gl.num_programs(0), n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     batch = kv_head // n_kv_heads
     own_head = kv_head % n_kv_heads
-    mbarrier.expect(own_full, D_PIECES * k_desc.block_type.nbytes + DV_PIECES * v_desc.block_type.nbytes)
-    load_rows(k_desc, batch, own_head, tile * 64, k_smem, 0, own_full, D_PIECES)
-    load_rows(v_desc, batch, own_head, tile * 64, v_smem, 0, own_full, DV_PIECES)
+    mbarrier.expect(own_full, tile_bytes(k_desc, k_smem) + tile_bytes(v_desc, v_smem))
+    load_rows(k_desc, batch, own_head, tile * 64, k_smem, 0, own_full)
+    load_rows(v_desc, batch, own_head, tile * 64, v_smem, 0, own_full)
     begin, end = _tiles_to_walk(tile * 64, seq_kv, seq_q, lower, upper, 64, 64, HAS_LOWER, HAS_UPPER)
     # Keys walk every head of queries that shares them.
     group_size = n_heads // n_kv_heads
@@ -304,14 +299,13 @@ def _dkdv_producer(
             stage = step % STAGES
             stats_row = ((batch * n_heads + head) * n_q_tiles + i) * 2
             mbarrier.wait(q_empty.index(stage), phase(step, STAGES) ^ 1)
-            mbarrier.expect(q_full.index(stage), D_PIECES * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-            load_rows(q_desc, batch, head, i * 64, q_smem, stage, q_full.index(stage), D_PIECES)
+            mbarrier.expect(q_full.index(stage), tile_bytes(q_desc, q_smem) + stats_desc.block_type.nbytes)
+            load_rows(q_desc, batch, head, i * 64, q_smem, stage, q_full.index(stage))
             lse_row = as_row(lse_smem.index(stage), stats_desc.layout)
             async_load(stats_desc, [stats_row, 0], q_full.index(stage), lse_row)
             mbarrier.wait(dout_empty.index(stage), phase(step, STAGES) ^ 1)
-            dout_bytes: gl.constexpr = DV_PIECES * dout_desc.block_type.nbytes + stats_desc.block_type.nbytes
-            mbarrier.expect(dout_full.index(stage), dout_bytes)
-            load_rows(dout_desc, batch, head, i * 64, dout_smem, stage, dout_full.index(stage), DV_PIECES)
+            mbarrier.expect(dout_full.index(stage), tile_bytes(dout_desc, dout_smem) + stats_desc.block_type.nbytes)
+            load_rows(dout_desc, batch, head, i * 64, dout_smem, stage, dout_full.index(stage))
             delta_row = as_row(delta_smem.index(stage), stats_desc.layout)
             async_load(stats_desc, [stats_row + 1, 0], dout_full.index(stage), delta_row)
             step += 1
@@ -341,30 +335,31 @@ def _probabilities(
 
 
 @gluon.jit
-def _start_s(k, q_smem, q_full, step, BLOCK_D: gl.constexpr):
+def _start_s(k_smem, q_smem, q_full, step, BLOCK_D: gl.constexpr):
     STAGES: gl.constexpr = q_full.shape[0]
+    k = parts(k_smem, opaque(0), BLOCK_D)  # so that each step computes its addresses, as for dQ
     mbarrier.wait(q_full.index(step % STAGES), phase(step, STAGES))
-    return start_scores(k, parts(q_smem, step % STAGES, BLOCK_D, num_pieces(BLOCK_D)))
+    return start_scores(k, parts(q_smem, step % STAGES, BLOCK_D))
 
 
 @gluon.jit
 def _start_dv(p, dv, dout_smem, dout_full, step, BLOCK_DV: gl.constexpr):
     STAGES: gl.constexpr = dout_full.shape[0]
     mbarrier.wait(dout_full.index(step % STAGES), phase(step, STAGES))
-    return start_sums(p, parts(dout_smem, step % STAGES, BLOCK_DV, num_pieces(BLOCK_DV)), dv)
+    return start_sums(p, parts(dout_smem, step % STAGES, BLOCK_DV), dv)
 
 
 @gluon.jit
 def _dv_of_head(
-    step, dv, k, q_smem, dout_smem, lse_smem, p_smem, q_full, q_empty, dout_full, dout_empty, p_full, p_empty,
+    step, dv, k_smem, q_smem, dout_smem, lse_smem, p_smem, q_full, q_empty, dout_full, dout_empty, p_full, p_empty,
     row, begin, end, lower, upper, scale_log2,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
     EVEN_Q: gl.constexpr,
 ):  # fmt: skip
     """dV += Pᵀ dO over the tiles of one head. The softmax of a tile runs under the sum of the tile before."""
     STAGES: gl.constexpr = q_full.shape[0]
-    dtype: gl.constexpr = q_smem.dtype
-    s = warpgroup_mma_wait(0, deps=(_start_s(k, q_smem, q_full, step, BLOCK_D),))
+    dtype: gl.constexpr = q_smem[0].dtype
+    s = warpgroup_mma_wait(0, deps=(_start_s(k_smem, q_smem, q_full, step, BLOCK_D),))
     p = _probabilities(
         s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, step, row, begin, lower, upper, scale_log2,
         HAS_LOWER or HAS_UPPER, EVEN_Q,
@@ -373,14 +368,16 @@ def _dv_of_head(
     for part in gl.static_range(0 if HAS_LOWER else 1, 3 if HAS_UPPER else 2):
         for i in range(gl.maximum(bounds[part], begin + 1), bounds[part + 1]):
             now = step + i - begin
-            s_token = _start_s(k, q_smem, q_full, now, BLOCK_D)
+            s_token = _start_s(k_smem, q_smem, q_full, now, BLOCK_D)
             dv_tokens = _start_dv(p, dv, dout_smem, dout_full, now - 1, BLOCK_DV)
             s = warpgroup_mma_wait(len(dv), deps=(s_token,))
             p = _probabilities(
                 s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, now, row, i, lower, upper, scale_log2,
                 part != 1, EVEN_Q,
-            ).to(dtype)  # fmt: skip
+            )  # fmt: skip
             dv = wait_sums(dv_tokens, 0)
+            # Not before: Triton 3.8 would put it into the registers that this product is reading, and serialise all.
+            p = p.to(dtype)
             mbarrier.arrive(dout_empty.index((now - 1) % STAGES), count=1)
     last = step + end - begin - 1
     dv = wait_sums(_start_dv(p, dv, dout_smem, dout_full, last, BLOCK_DV), 0)
@@ -389,10 +386,11 @@ def _dv_of_head(
 
 
 @gluon.jit
-def _start_dp(v, dout_smem, dout_full, step, BLOCK_DV: gl.constexpr):
+def _start_dp(v_smem, dout_smem, dout_full, step, BLOCK_DV: gl.constexpr):
     STAGES: gl.constexpr = dout_full.shape[0]
+    v = parts(v_smem, opaque(0), BLOCK_DV)
     mbarrier.wait(dout_full.index(step % STAGES), phase(step, STAGES))
-    return start_scores(v, parts(dout_smem, step % STAGES, BLOCK_DV, num_pieces(BLOCK_DV)))
+    return start_scores(v, parts(dout_smem, step % STAGES, BLOCK_DV))
 
 
 @gluon.jit
@@ -411,21 +409,21 @@ def _ds(dp, delta_smem, p_smem, dout_full, dout_empty, p_full, p_empty, step):
 @gluon.jit
 def _start_dk(ds, dk, q_smem, step, STAGES: gl.constexpr, BLOCK_D: gl.constexpr):
     # The scores that P was made of have read this stage of Q, so it has arrived.
-    return start_sums(ds, parts(q_smem, step % STAGES, BLOCK_D, num_pieces(BLOCK_D)), dk)
+    return start_sums(ds, parts(q_smem, step % STAGES, BLOCK_D), dk)
 
 
 @gluon.jit
 def _dk_of_head(
-    step, dk, v, q_smem, dout_smem, delta_smem, p_smem, q_empty, dout_full, dout_empty, p_full, p_empty, begin, end,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    step, dk, v_smem, q_smem, dout_smem, delta_smem, p_smem, q_empty, dout_full, dout_empty, p_full, p_empty,
+    begin, end, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
 ):  # fmt: skip
     """dK += dSᵀ Q over the tiles of one head. As in `_dv_of_head`, dS of a tile is made under the sum before."""
     STAGES: gl.constexpr = dout_full.shape[0]
-    dtype: gl.constexpr = q_smem.dtype
-    dp = warpgroup_mma_wait(0, deps=(_start_dp(v, dout_smem, dout_full, step, BLOCK_DV),))
+    dtype: gl.constexpr = q_smem[0].dtype
+    dp = warpgroup_mma_wait(0, deps=(_start_dp(v_smem, dout_smem, dout_full, step, BLOCK_DV),))
     ds = _ds(dp, delta_smem, p_smem, dout_full, dout_empty, p_full, p_empty, step).to(dtype)
     for now in range(step + 1, step + end - begin):
-        dp_token = _start_dp(v, dout_smem, dout_full, now, BLOCK_DV)
+        dp_token = _start_dp(v_smem, dout_smem, dout_full, now, BLOCK_DV)
         dk_tokens = _start_dk(ds, dk, q_smem, now - 1, STAGES, BLOCK_D)
         dp = warpgroup_mma_wait(len(dk), deps=(dp_token,))
         ds = _ds(dp, delta_smem, p_smem, dout_full, dout_empty, p_full, p_empty, now).to(dtype)
@@ -448,36 +446,33 @@ def _dkdv_consumer(
     """Keeps one gradient of the program's 64 keys in registers while the query tiles of each head pass by."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     WIDTH: gl.constexpr = BLOCK_DV if GRADIENT == "v" else BLOCK_D
-    OTHER_WIDTH: gl.constexpr = BLOCK_D if GRADIENT == "v" else BLOCK_DV
-    PIECES: gl.constexpr = num_pieces(WIDTH)
     tile, kv_head = own_tile(gl.program_id(0), gl.num_programs(0), n_tiles, heads_per_section, HAS_LOWER or HAS_UPPER)
     row = tile * 64
     begin, end = _tiles_to_walk(row, seq_kv, seq_q, lower, upper, 64, 64, HAS_LOWER, HAS_UPPER)
     sums = zero_sums(64, WIDTH)
     mbarrier.wait(own_full, 0)
-    operand = parts(k_smem if GRADIENT == "v" else v_smem, 0, OTHER_WIDTH, num_pieces(OTHER_WIDTH))
     if end > begin:
         for i in range(n_heads // n_kv_heads):
             step = i * (end - begin)
             if GRADIENT == "v":
                 sums = _dv_of_head(
-                    step, sums, operand, q_smem, dout_smem, lse_smem, p_smem,
+                    step, sums, k_smem, q_smem, dout_smem, lse_smem, p_smem,
                     q_full, q_empty, dout_full, dout_empty, p_full, p_empty, row, begin, end, lower, upper, scale_log2,
                     BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, EVEN_Q,
                 )  # fmt: skip
             else:
                 sums = _dk_of_head(
-                    step, sums, operand, q_smem, dout_smem, delta_smem, p_smem,
+                    step, sums, v_smem, q_smem, dout_smem, delta_smem, p_smem,
                     q_empty, dout_full, dout_empty, p_full, p_empty, begin, end, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip
     if GRADIENT == "k":
         sums = scale_sums(sums, gl.full([64], scale, gl.float32, gl.SliceLayout(1, S_LAYOUT)))
     own_smem = v_smem if GRADIENT == "v" else k_smem
     meet()  # the other consumer is past its last read of it
-    store_rows(parts(own_smem, 0, WIDTH, PIECES), sums)
+    store_rows(parts(own_smem, 0, WIDTH), sums)
     fence_async_shared()
     desc = dv_desc if GRADIENT == "v" else dk_desc
-    store_tile(desc, kv_head // n_kv_heads, kv_head % n_kv_heads, row, own_smem, 0, WIDTH, PIECES)
+    store_tile(desc, kv_head // n_kv_heads, kv_head % n_kv_heads, row, own_smem, 0, WIDTH)
     store_wait(0)
 
 
@@ -516,10 +511,10 @@ def _attention_dkdv_hopper_kernel(
 
     One consumer computes the probabilities and keeps dV; it hands them, in float32, to the other one, which keeps dK.
     """
-    k_smem = allocate(1, k_desc, num_pieces(BLOCK_D))
-    v_smem = allocate(1, v_desc, num_pieces(BLOCK_DV))
-    q_smem = allocate(STAGES, q_desc, num_pieces(BLOCK_D))
-    dout_smem = allocate(STAGES, dout_desc, num_pieces(BLOCK_DV))
+    k_smem = allocate(1, k_desc, BLOCK_D)
+    v_smem = allocate(1, v_desc, BLOCK_DV)
+    q_smem = allocate(STAGES, q_desc, BLOCK_D)
+    dout_smem = allocate(STAGES, dout_desc, BLOCK_DV)
     STATS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64], STATS)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64], STATS)

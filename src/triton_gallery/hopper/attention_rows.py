@@ -39,63 +39,81 @@ def _head(width):
 
 
 @gluon.jit
-def allocate(TILES: gl.constexpr, desc, PIECES: gl.constexpr):
-    """Shared memory for tiles whose pieces desc copies."""
-    SHAPE: gl.constexpr = [TILES * PIECES] + desc.block_type.shape  # noqa: RUF005
+def _allocate_pieces(PIECES: gl.constexpr, desc):
+    SHAPE: gl.constexpr = [PIECES] + desc.block_type.shape  # noqa: RUF005
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
 
 @gluon.jit
-def _piece(smem, tile, INDEX: gl.constexpr, PIECES: gl.constexpr):
-    """A piece of a tile. Of three, the first two lie side by side, and the third after those of all tiles."""
-    N_TILES: gl.constexpr = smem.shape[0] // PIECES
-    if PIECES == 1:
-        piece = smem.index(tile)
-    elif INDEX == 2:
-        piece = smem.index(2 * N_TILES + tile)
+def allocate(TILES: gl.constexpr, desc, WIDTH: gl.constexpr):
+    """Shared memory for tiles of which WIDTH columns are computed, and whose pieces desc copies.
+
+    Of three pieces the first two lie side by side in one memory, and the third in another.
+    """
+    if num_pieces(WIDTH) == 3:
+        smem = (_allocate_pieces(2 * TILES, desc), _allocate_pieces(TILES, desc))
     else:
-        piece = smem.index(2 * tile + INDEX)
+        smem = (_allocate_pieces(TILES, desc),)
+    return smem
+
+
+@gluon.jit
+def _piece(smem, tile, INDEX: gl.constexpr):
+    """A piece of a tile."""
+    if len(smem) == 1:
+        piece = smem[0].index(tile)
+    elif INDEX < 2:
+        piece = smem[0].index(2 * tile + INDEX)
+    else:
+        piece = smem[1].index(tile)
     return piece
 
 
-@gluon.jit
-def load_rows(desc, batch, head, row, smem, tile, barrier, PIECES: gl.constexpr):
-    """Start the copies of a tile; `barrier` has to expect their bytes."""
-    for i in gl.static_range(PIECES):
-        async_load(desc, [batch, head, row, i * smem.shape[4]], barrier, _piece(smem, tile, i, PIECES))
+@gluon.constexpr_function
+def tile_bytes(desc, smem):
+    """What the copies of a tile bring."""
+    return (2 * len(smem) - 1) * desc.block_type.nbytes
 
 
 @gluon.jit
-def store_tile(desc, batch, head, row, smem, tile, WIDTH: gl.constexpr, PIECES: gl.constexpr):
+def load_rows(desc, batch, head, row, smem, tile, barrier):
+    """Start the copies of a tile; `barrier` has to expect `tile_bytes`."""
+    for i in gl.static_range(2 * len(smem) - 1):
+        async_load(desc, [batch, head, row, i * smem[0].shape[4]], barrier, _piece(smem, tile, i))
+
+
+@gluon.jit
+def store_tile(desc, batch, head, row, smem, tile, WIDTH: gl.constexpr):
     """Start the copies of WIDTH columns to memory; TMA leaves out what is past the tensor's end."""
-    for i in gl.static_range((WIDTH + smem.shape[4] - 1) // smem.shape[4]):
-        async_store(desc, [batch, head, row, i * smem.shape[4]], _piece(smem, tile, i, PIECES))
+    PIECE: gl.constexpr = smem[0].shape[4]
+    for i in gl.static_range((WIDTH + PIECE - 1) // PIECE):
+        async_store(desc, [batch, head, row, i * PIECE], _piece(smem, tile, i))
 
 
 @gluon.jit
-def columns(smem, tile, FIRST: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr):
+def columns(smem, tile, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
     """Columns FIRST to FIRST + COLUMNS of a tile."""
-    ROWS: gl.constexpr = smem.shape[3]
-    WIDTH: gl.constexpr = smem.shape[4]
+    ROWS: gl.constexpr = smem[0].shape[3]
+    WIDTH: gl.constexpr = smem[0].shape[4]
     if COLUMNS > WIDTH:
         # Two pieces side by side are what one piece of twice as many columns is.
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], smem.dtype)
-        view = as_matrices(smem, smem.shape[0] // 2, ROWS, COLUMNS, LAYOUT).index(tile)
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], smem[0].dtype)
+        view = as_matrices(smem[0], smem[0].shape[0] // 2, ROWS, COLUMNS, LAYOUT).index(tile)
     else:
-        view = _piece(smem, tile, FIRST // WIDTH, PIECES).reshape((ROWS, WIDTH))
+        view = _piece(smem, tile, FIRST // WIDTH).reshape((ROWS, WIDTH))
         if COLUMNS < WIDTH:
             view = view.slice(FIRST % WIDTH, COLUMNS, dim=1)
     return view
 
 
 @gluon.jit
-def parts(smem, tile, WIDTH: gl.constexpr, PIECES: gl.constexpr):
+def parts(smem, tile, WIDTH: gl.constexpr):
     """The parts of a tile of which WIDTH columns are computed."""
     HEAD: gl.constexpr = _head(WIDTH)
     if HEAD < WIDTH:
-        both = (columns(smem, tile, 0, HEAD, PIECES), columns(smem, tile, HEAD, WIDTH - HEAD, PIECES))
+        both = (columns(smem, tile, 0, HEAD), columns(smem, tile, HEAD, WIDTH - HEAD))
     else:
-        both = (columns(smem, tile, 0, WIDTH, PIECES),)
+        both = (columns(smem, tile, 0, WIDTH),)
     return both
 
 
