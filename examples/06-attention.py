@@ -1878,13 +1878,14 @@ print(report_short_bwd.summary())
 # The sentences below are about an H200. Some of it can be said beforehand. Without a mask, the arithmetic is the same
 # for each pair of query and key, so the curve should be nearly flat. What bends it at the left, we think, is the fixed
 # cost of a tile, its loads at the start and its stores at the end, which a short walk pays for more often. At 16384
-# positions all curves of these sweeps without a mask are below their best, ours and cuDNN's. Of ours that of the
-# forward pass with head dimension 64 is the furthest: :measured:`attention-fwd-d64-fp16: triton_gallery at 16384` after
-# :measured:`attention-fwd-d64-fp16: triton_gallery at 4096`. With 128 ours has :measured:`attention-fwd-d128-fp16:
-# triton_gallery at 16384` and cuDNN :measured:`attention-fwd-d128-fp16: cuDNN at 16384`. In the sweep of the versions,
-# by the same calls, they have :measured:`attention-ladder-fp16: triton_gallery at 16384` and
-# :measured:`attention-ladder-fp16: cuDNN at 16384`, and neither curve falls at its end. So our rate over cuDNN's at
-# this length is :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 16384` in one sweep and
+# positions all our curves of these sweeps without a mask are below their best, and so are cuDNN's of the forward pass.
+# With head dimension 64 ours of the forward pass comes to :measured:`attention-fwd-d64-fp16: triton_gallery at 16384`
+# after :measured:`attention-fwd-d64-fp16: triton_gallery at best`, with 128 to :measured:`attention-fwd-d128-fp16:
+# triton_gallery at 16384` after :measured:`attention-fwd-d128-fp16: triton_gallery at best`, and there cuDNN's to
+# :measured:`attention-fwd-d128-fp16: cuDNN at 16384` after :measured:`attention-fwd-d128-fp16: cuDNN at best`. In the
+# sweep of the versions, by the same calls, the two have :measured:`attention-ladder-fp16: triton_gallery at 16384` and
+# :measured:`attention-ladder-fp16: cuDNN at 16384` at this length, and neither curve falls much at its end. So our rate
+# over cuDNN's is :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 16384` in one sweep and
 # :measured:`attention-ladder-fp16: triton_gallery / cuDNN at 16384` in the other. We think that the fall is the clock
 # of a GPU at the limit of its power; we have not measured it.
 #
