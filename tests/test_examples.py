@@ -135,12 +135,13 @@ def installed(tmp_path_factory) -> Path:
     for command in commands:
         subprocess.run(command, cwd=gallery.ROOT, check=True, capture_output=True)
     python = folder / "env" / "bin" / "python"
-    (site,) = folder.glob("env/lib/*/site-packages")
-    (site / "libraries.pth").write_text(f"{Path(torch.__file__).parents[1]}\n{Path(triton.__file__).parents[1]}\n")
     (wheel,) = folder.glob("*.whl")
     assert "triton_gallery/py.typed" in zipfile.ZipFile(wheel).namelist()
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, cwd=folder, check=True, capture_output=True)
+    # Only now: beside a package of the same version pip would install nothing.
+    (site,) = folder.glob("env/lib/*/site-packages")
+    (site / "libraries.pth").write_text(f"{Path(torch.__file__).parents[1]}\n{Path(triton.__file__).parents[1]}\n")
     return python
 
 
