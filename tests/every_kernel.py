@@ -74,6 +74,7 @@ CALLS = [
     (tg.matmul, [random(65, 128), random(128, 48)]),
     (tg.matmul, [random(3, 65, 129, dtype=F32), random(129, 33, dtype=F32)]),
     (tg.matmul, [random(600, 700, dtype=F32), random(700, 650, dtype=F32)]),
+    (tg.matmul, [random(1100, 260, dtype=F32), random(260, 1301, dtype=F32)]),
     (lambda a, b, c: tg.matmul(a, b, bias=c, activation="gelu"), [random(255, 130), random(130, 129), random(129)]),
     # No gradients for this one, which torch would compute from the result: initcheck does not see what TMA writes.
     (lambda a, b: tg.matmul(a.detach(), b.detach(), activation="relu"), [random(2048, 192), random(192, 1600)]),

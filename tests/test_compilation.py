@@ -199,7 +199,11 @@ CASES = [
     Case("matmul", [T(3, 128, 0), (3, 0, 1000)], (F16,), targets=("sm_90",)),
     Case("matmul", [MATRIX, MATRIX], (F32, F64)),
     Case("matmul", [MATRIX, MATRIX], (F16,), {"bias": (1024,), "activation": "gelu"}, matrix=True),
-    Case("matmul", [(4096, 4096), T(4096, 4096)], (F32,), matrix=True, targets=("sm_90",)),
+    Case("matmul", [(4096, 4096), T(4096, 4096)], (F32,), matrix=True, targets=("sm_90",), always=True),
+    Case("matmul", [T(2048, 2048), (2048, 2048)], (F32,), {"bias": (2048,), "activation": "gelu"}, True, ("sm_90",)),
+    Case("matmul", [(2048, 1023), (1023, 2048)], (F32,), matrix=True, targets=("sm_90",)),
+    Case("matmul", [(1024, 1024), (1024, 1023)], (F32,), {"bias": (1023,), "activation": "silu"}, True, ("sm_90",)),
+    Case("matmul", [(512, 4096), (4096, 512)], (F32,), matrix=True, targets=("sm_90",)),
     Case("matmul", [(8, 4096), (4096, 1000)], (F32,), matrix=True, targets=("sm_90",), always=True),
     Case("matmul", [(999, 1001), (1001, 1003)], (F32,), matrix=True, targets=("sm_90",)),
     Case("matmul", [(300, 1500), T(1500, 300)], (F32,), matrix=True, targets=("sm_90",)),
@@ -354,6 +358,11 @@ EXPECTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     },
     ("matmul 4095x4097 4097x4099 bfloat16", "sm_90"): (8, "the same, with every Triton"),
     ("matmul 4096x4096 T(4096x1152)", "sm_90"): (36, "left operands in registers, next to 192 sums; Triton 3.9 alone"),
+    **{
+        (f"matmul {shapes}", "sm_90"): (12, "the thread's number and a value or two; 8 before Triton 3.9")
+        for shapes in ("4096x4096 T(4096x4096) float32", "T(2048x2048) 2048x2048", "512x4096 4096x512")
+    },
+    ("matmul 2048x1023 1023x2048", "sm_90"): (24, "the same, where the transposed product leaves without TMA"),
     ("matmul 500x196x196", "sm_90"): (8, "the same, with Triton 3.7 alone, where rows leave without TMA"),
     ("matmul 8x2047x2047", "sm_90"): (8, "the same"),
     ("matmul 64x500x500", "sm_90"): (

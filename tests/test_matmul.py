@@ -728,6 +728,137 @@ def test_tensorfloat32_is_accurate_whatever_the_plan(sizes, layout):
     assert (one_for_all - expected).abs().max() <= 3e-3 * expected.abs().max()
 
 
+@pytest.fixture
+def bf16x6(specialized):
+    return pytest.importorskip("triton_gallery.hopper.matmul_bf16x6")
+
+
+def run_bf16x6(module, a, b, bias=None, activation=None, *, left=0, block_n=128, n_parts=1, save_pre=False):
+    """The product by the kernel for large ones in full precision, which takes the other matrix than the left apart."""
+    batch, (M, N) = a.shape[:-2], (a.shape[-2], b.shape[-1])
+    out = torch.empty(*batch, M, N, device=DEVICE)
+    pre = torch.empty_like(out) if save_pre else None
+    x, y = (a, b) if left == 0 else (b.mT, a.mT)
+    right_batch = ((y.shape[0],), (y.stride(0),)) if batch and y.stride(0) else ((1,), (0,))
+    stride = x.stride(0) if batch else 0
+    module.multiply(x, y, bias, out, pre, activation, stride, right_batch, block_n, n_parts, left == 1)
+    return out, pre
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize("block_n", [128, 64])
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("sizes", [(256, 256, 64), (300, 203, 516), (131, 1100, 36), (2600, 1100, 260)], ids=str)
+def test_bf16x6_is_as_accurate_as_torch(bf16x6, sizes, layout, block_n, left):
+    M, N, K = sizes
+    # TMA wants rows of the left matrix that begin at multiples of 16 bytes.
+    ld_m, ld_n = (cdiv(n, 4) * 4 for n in (M, N))
+    a = random(M, K) if layout[0] == "n" else random(K, ld_m).t()[:M]
+    b = random(K, ld_n)[:, :N] if layout[1] == "n" else random(N, K).t()
+    exact, bias = a.double() @ b.double(), random(N)
+    before = exact + bias
+    for n_parts in (1, 2, 5):
+        options = dict(left=left, block_n=block_n, n_parts=n_parts)
+        out, _ = run_bf16x6(bf16x6, a, b, **options)
+        assert_as_accurate_as_torch(out, a @ b, exact, floor=1e-6)
+        assert all(torch.equal(run_bf16x6(bf16x6, a, b, **options)[0], out) for _ in range(5))
+        out, pre = run_bf16x6(bf16x6, a, b, bias, "gelu", save_pre=True, **options)
+        assert_as_accurate_as_torch(pre, torch.addmm(bias, a, b), before, floor=1e-6)
+        assert (out - torch.nn.functional.gelu(before)).abs().max() <= 1e-5 * before.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("left", [0, 1])
+def test_bf16x6_takes_batches(bf16x6, left):
+    a, b = random(5, 300, 132), random(5, 132, 260)
+    for x, y in ((a, b), (a[:1].expand(5, -1, -1), b), (a, b[:1].expand(5, -1, -1)), (a[:, :, 4:100], b[:, 4:100])):
+        out, _ = run_bf16x6(bf16x6, x, y, left=left)
+        assert_as_accurate_as_torch(out, x @ y, x.double() @ y.double(), floor=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize("n_parts", [1, 3])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_bf16x6_with_infinity_and_nan(bf16x6, activation, n_parts, left):
+    """A program that meets one computes its tiles anew, each of which other tiles were stored to since."""
+    a, b = random(3000, 256), random(256, 1500)
+    clean = tg.matmul(a, b, activation=activation)
+    a[3, 5], a[400, 7], a[2999, 0] = float("inf"), -float("inf"), float("nan")
+    b[7, 9], b[200, 800], b[5, 1499] = float("nan"), float("inf"), 0  # 0 * inf is NaN
+    a[600, 3], b[3, 30] = 3e38, 3e38
+    out, _ = run_bf16x6(bf16x6, a, b, activation=activation, left=left, n_parts=n_parts)
+    expected = torch_matmul(a, b, activation=activation)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+    rows = [i for i in range(3000) if i not in (3, 400, 2999, 600)]
+    cols = [i for i in range(1500) if i not in (9, 800, 1499, 30)]
+    part = run_bf16x6(bf16x6, *random(2, 256, 256).unbind(), left=left)[0]
+    assert part.isfinite().all() and out[rows][:, cols].isfinite().all()
+    torch.testing.assert_close(out[rows][:, cols], clean[rows][:, cols], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, torch.finfo(torch.float32).max])
+def test_bf16x6_keeps_all_bits(bf16x6, size):
+    x = (torch.rand(256, 256, device=DEVICE) / 2 + 0.5) * size
+    x[0, 0] = size
+    one = torch.eye(256, device=DEVICE)
+    for a, b, exact in ((x, one, x), (-one, x, -x), (one.t(), x.t(), x.t())):
+        for left in (0, 1):
+            assert torch.equal(run_bf16x6(bf16x6, a, b, left=left)[0], exact)
+    whole = torch.randint(-500, 500, (256, 256), device=DEVICE).float()
+    assert torch.equal(run_bf16x6(bf16x6, whole, whole)[0].double(), whole.double() @ whole.double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((2048, 1536), (1536, 1024)), ((1023, 1025), (1025, 1027)), ((6, 700, 300), (300, 500)),
+        ((16384, 64), (64, 256)), ((512, 4096), (4096, 512)),
+        ((16, 500, 512), (16, 512, 520)), ((40, 513, 129), (40, 129, 511)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_large_products_in_full_precision(bf16x6, a, b, monkeypatch):
+    calls = []
+    multiply = bf16x6.multiply
+    monkeypatch.setattr(bf16x6, "multiply", lambda *x: (calls.append(x), multiply(*x)))
+    a, b = random(*a), random(*b)
+    bias = random(b.shape[-1])
+    assert_matches_torch(a, b, bias, "silu")
+    assert calls
+    a, b = a.requires_grad_(), b.requires_grad_()
+    out = tg.matmul(a, b)
+    dout = torch.randn_like(out)
+    exact = torch.autograd.grad(a.double() @ b.double(), (a, b), dout.double())
+    for ours, theirs, reference in zip(
+        torch.autograd.grad(out, (a, b), dout), torch.autograd.grad(a @ b, (a, b), dout), exact, strict=True
+    ):
+        assert_as_accurate_as_torch(ours, theirs, reference, factor=3, floor=1e-6)
+
+
+def test_who_is_taken_apart():
+    plan = pytest.importorskip("triton_gallery.hopper.matmul_float32")
+
+    def left(a, b):
+        rows = [(x, (1,), (0,)) for x in (a, b.mT)]
+        return min((plan._preparations(rows, i) for i in (0, 1)), key=lambda way: way[2])[:2]
+
+    def meta(*shape):
+        return torch.empty(shape, device="meta")
+
+    # The smaller one, and of two as large the one that lies across K.
+    assert left(meta(4096, 1024), meta(1024, 512)) == (0, False)
+    assert left(meta(512, 1024), meta(1024, 4096)) == (1, False)
+    assert left(meta(1024, 1024), meta(1024, 1024)) == (0, False)
+    assert left(meta(1024, 1024).mT, meta(1024, 1024).mT) == (1, False)
+    # The other one, if TMA cannot address this one; the larger one is copied, if it can address neither.
+    assert left(meta(4096, 1023), meta(1023, 4096)) == (1, False)
+    assert left(meta(4096, 1023), meta(1023, 511)) == (0, True)
+
+
 def test_float32_plans_cut_k_into_equal_parts():
     plan = pytest.importorskip("triton_gallery.hopper.matmul_float32")
     meta = torch.device("meta")

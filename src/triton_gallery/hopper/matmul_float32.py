@@ -5,8 +5,10 @@ Three things are decided here, from sizes, strides and alignment alone, so that 
 - Where TensorFloat-32 is allowed, large products go to the kernel that works with TMA and specialized warps. It can
   multiply them if one of the matrices at least lies along K, and all their rows begin at multiples of 16 bytes. Others
   are copied first, if that saves more than it costs.
-- The pointer kernel takes the rest, and all products in full precision. There it takes each number apart in registers,
-  so it does not matter which way a matrix lies. Odd ones, of which a load has a single number, may be copied, too.
+- In full precision large products go to a kernel of their own, with TMA and specialized warps as well. One matrix is
+  taken apart for it, and may lie as it likes; the other one is copied if TMA cannot address it.
+- The pointer kernel takes the rest. There each number is taken apart in registers, so it does not matter which way a
+  matrix lies. Odd ones, of which a load has a single number, may be copied, too.
 - Where few tiles would leave multiprocessors without work, it cuts K into parts (*split K*).
 
 The times were measured on an H200; they only have to put the choices into the right order.
@@ -33,6 +35,10 @@ _COPY_BYTES_PER_US = 3.6e6  # read and written
 # How much longer the pointer kernel takes where one matrix, or both, are read one number at a time.
 _FULL_NARROW = {1: 1.2, 2: 2.2}
 _REDUCED_NARROW = {1: 1.1, 2: 1.6}
+
+# Of the kernel for large products in full precision: columns of a tile, how many microseconds it takes for 32 numbers
+# along K, and for a tile beside that.
+_BF16X6_TILES = ((128, 0.98, 2.5), (64, 0.64, 1.8))
 
 # Rows and columns of a tile, numbers along K in a step, warps, stages, and in how many microseconds 32 numbers along K
 # are done: by a program that has a multiprocessor for itself, and by one of many.
@@ -85,6 +91,37 @@ def _pointer_plan(
             )
             found.append((_START_US + us, n_parts, config))
     return min(found, key=lambda plan: plan[0])
+
+
+@functools.lru_cache(4096)
+def _bf16x6_plan(M: int, N: int, K: int, n_matrices: int, device: torch.device) -> tuple[float, int, int]:
+    """How long `matmul_bf16x6` should take at best, less what comes before it; columns of a tile, parts of K."""
+    n_processors = num_multiprocessors(device)
+    found = []
+    for block_n, step_us, tile_us in _BF16X6_TILES:
+        n_tiles = n_matrices * cdiv(M, 128) * cdiv(N, block_n)
+        for n_parts in range(1, max(1, min(_MAX_PARTS, K // _PART_K) if n_matrices == 1 else 1) + 1):
+            rounds = cdiv(n_tiles * n_parts, n_processors)
+            busy_us = rounds * (cdiv(K, n_parts * 32) * step_us + tile_us)
+            us = max(busy_us, _memory_us(M, N, K, n_matrices)) + sum_us(n_parts, M * N)
+            found.append((_START_US + us, block_n, n_parts))
+    return min(found)
+
+
+def _apart_us(x: torch.Tensor, sizes: tuple, strides: tuple) -> float:
+    """How long it takes to take matrices apart: 4 bytes of each number are read and 6 written."""
+    return _copy_us(x, sizes, strides) * 10 / 8
+
+
+def _preparations(rows: list[tuple[torch.Tensor, tuple, tuple]], left: int) -> tuple[int, bool, float]:
+    """What comes before `matmul_bf16x6`, if this matrix is the left one: whether it is copied, and how long all takes.
+
+    Of two ways that take as long, the one with the left matrix along K should be chosen, so the other one is longer.
+    """
+    x, sizes, strides = rows[left]
+    copied = len(sizes) > 1 or not can_address(x, strides[0])
+    ahead_us = _apart_us(*rows[1 - left]) + (_copy_us(*rows[left]) if copied else 0)
+    return left, copied, ahead_us + (0.1 if is_transposed(x) else 0)
 
 
 def _are_copied(rows: list[tuple[torch.Tensor, tuple, tuple]]) -> list[bool]:
@@ -159,14 +196,27 @@ def multiply(
             batch = (n_matrices,), [(a_stride,), (b_stride,)]
             specialized.multiply(a[..., :K], b[..., :K].mT, bias, out, pre, activation, reduced, batch)
             return
-    elif not reduced and not is_thin and 1 in widths and n_matrices * M * N * K >= 2**23:
-        # Smaller ones would be done before their copies are.
-        padded_k = cdiv(K, 32) * 32
-        copied_us, *plan = _pointer_plan(M, N, padded_k, n_matrices, _FULL_TILES, a.device)
-        if copied_us + sum(_copy_us(*x) for x in rows) < pointers_us:
-            (a, a_stride), (b, b_stride) = (_copied(*x) for x in rows)
-            b = b.mT
-            batch = (n_matrices,), [(a_stride,), (b_stride,)]
-            n_parts, config = plan
+    elif not reduced and not is_thin and n_matrices * M * N * K >= 2**23:
+        # Smaller ones would be done before their preparations are.
+        bf16x6 = load("matmul_bf16x6") if K >= 16 else None
+        if bf16x6 is not None:
+            left, copied, ahead_us = min((_preparations(rows, left) for left in (0, 1)), key=lambda way: way[2])
+            sizes = (M, N) if left == 0 else (N, M)
+            us, block_n, n_k_parts = _bf16x6_plan(*sizes, K, n_matrices, a.device)
+            if ahead_us + us < pointers_us:
+                x, stride = _copied(*rows[left]) if copied else (rows[left][0], rows[left][2][0])
+                right, *right_batch = rows[1 - left]
+                bf16x6.multiply(
+                    x[..., :K], right.mT, bias, out, pre, activation, stride, right_batch, block_n, n_k_parts, left == 1
+                )
+                return
+        if 1 in widths:
+            padded_k = cdiv(K, 32) * 32
+            copied_us, *plan = _pointer_plan(M, N, padded_k, n_matrices, _FULL_TILES, a.device)
+            if copied_us + sum(_copy_us(*x) for x in rows) < pointers_us:
+                (a, a_stride), (b, b_stride) = (_copied(*x) for x in rows)
+                b = b.mT
+                batch = (n_matrices,), [(a_stride,), (b_stride,)]
+                n_parts, config = plan
     tiles_of = functools.partial(launch_tiles, reduced=reduced, config=config)
     in_parts(tiles_of, n_parts, a, b, bias, out, pre, activation, batch)
