@@ -730,8 +730,8 @@ report_backward
 # %%
 # Against torch these are :measured:`matmul-bwd-bf16: triton_gallery / torch at 256` at 256, :measured:`matmul-bwd-bf16:
 # triton_gallery / torch at 1024` at 1024 and :measured:`matmul-bwd-bf16: triton_gallery / torch at 8192` at 8192, and
-# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even or a little ahead, but for 8192.
-# (1536, where single products lose most, is not in the sweep.)
+# at worst :measured:`matmul-bwd-bf16: triton_gallery / torch at worst`: about even or a little ahead. (1536,
+# where single products lose most, is not in the sweep.)
 
 # %%
 # What each rung is worth
@@ -1010,8 +1010,8 @@ for n in (4352, 5120, 5632, 8192):
 # And then there are sizes like 4095. Only every eighth row of such a matrix begins at a multiple of 16 bytes, so TMA
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
 # longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. On Hopper the library does
-# this for numbers of 16 and of 32 bits, where it reckons that it takes less time. (All bits of float32 need the third
-# rung, whose loads are wide then.) Where not, and for float8, the third rung loads in narrow pieces. The result needs
+# this for numbers of 16 and of 32 bits, where it reckons that it takes less time. (For all bits of float32 one copy is
+# enough, as a later section tells.) Where not, and for float8, the third rung loads in narrow pieces. The result needs
 # no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
 #
 # Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
@@ -1142,8 +1142,8 @@ reports["matmul-gelu-fp16"]
 # They bring us to :measured:`matmul-gelu-fp16: triton_gallery / peers at 1024` the best other one at 1024³, where a
 # launch counts, and to :measured:`matmul-gelu-fp16: triton_gallery / peers at 2048` at 2048³. In larger products the
 # trip that they save weighs less: at 4096³ we are at :measured:`matmul-gelu-fp16: triton_gallery / peers at 4096` the
-# best other one. At 8192³ it is :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`, and `torch.compile` is
-# ahead; why, we have not found out. While a tile is on its way out the matrix unit waits, so each instruction of the
+# best other one. At 8192³ it is :measured:`matmul-gelu-fp16: triton_gallery / peers at 8192`, and nothing is left;
+# why, we have not found out. While a tile is on its way out the matrix unit waits, so each instruction of the
 # activation counts: this one squares the inverse of a root, which the GPU has an instruction for, and needs no
 # division.
 
@@ -1331,7 +1331,7 @@ report_drawn
 # %%
 # Half of these products reach :measured:`matmul-drawn-fp16: triton_gallery / torch at median` torch's rate or more, and
 # the lowest is at :measured:`matmul-drawn-fp16: triton_gallery / torch at worst`. Below a tenth of a billion operations
-# we are ahead in nearly all; from there on torch is in most. Such a list finds what chosen sizes hide.
+# we are ahead in most; from there on torch is in most. Such a list finds what chosen sizes hide.
 #
 # The two lowest, and others among the low ones, have tiles for a part of the GPU and much to read, and cuBLAS has a
 # tile that fits. A profiler shows the names of its kernels, which speak of 96 × 256 in 4528 × 672 × 12752 and in 8784 ×
@@ -1435,13 +1435,32 @@ report_fp32
 
 # %%
 # In float32, which torch multiplies number by number, six products of bfloat16 bring :measured:`matmul-fp32:
-# triton_gallery / torch at 4096` torch's rate at 4096³. At 1536³ it is :measured:`matmul-fp32: triton_gallery / torch
-# at 1536`, and at 1024³ :measured:`matmul-fp32: triton_gallery / torch at 1024`. Below that there are few tiles, and a
-# step along :math:`K`, with loads, six products and their sums, takes a lone program half a microsecond or more. So the
-# :math:`K` of many small products is cut into parts as well, as far down as 128 numbers: at 256³ we are at
-# :measured:`matmul-fp32: triton_gallery / torch at 256`. At 512³ there are 128 tiles of 64 × 32, one for nearly each
-# multiprocessor, and nothing is cut: :measured:`matmul-fp32: triton_gallery / torch at 512`. (`_pointer_plan` in
-# `hopper/matmul_float32.py` reckons which tiles and how many parts are quickest.)
+# triton_gallery / torch at 4096` torch's rate at 4096³, and :measured:`matmul-fp32: triton_gallery / torch at 1024` at
+# 1024³. The rate at 4096³ is :measured:`matmul-fp32: triton_gallery at 4096`. The matrix unit does six times as much
+# for it, which is about what the sweep of bfloat16 has, :measured:`matmul-bf16: triton_gallery at 4096`. So taking
+# numbers apart has hardly a price any more.
+#
+# The third rung cannot do that. Each of its programs takes its tiles of both matrices apart, the same numbers over and
+# over for one tile of :math:`C` after another, and meanwhile the unit rests. So on Hopper large products have a kernel
+# of their own (`hopper/matmul_bf16x6.py`), with specialised warps as the fifth rung:
+#
+# - One matrix is taken apart once, by a small kernel ahead of the product. It writes 6 bytes for every number, and TMA
+#   brings the parts to shared memory as any other tile.
+# - The other one stays as it is. Its numbers reach the matrix unit by way of registers, and there a consumer takes them
+#   apart, while the unit is at the products of the step before. (Were both taken apart ahead, the unit would read both
+#   from shared memory, six times. By our count that would take all that shared memory delivers in this time.)
+# - The two consumers take turns. One issues its six products in one chain; when the chain is done, it adds the sums to
+#   those in its registers, and the unit is at the other one's chain already.
+# - Nobody looks for infinity. What `dot` drops stays in the sum and makes it NaN. A program that finds NaN among its
+#   sums in the end computes its tiles once more, and this time drops what has to be dropped. So such products take
+#   twice as long and more, and others nothing.
+#
+# Small products stay with the third rung. There are few tiles, and a step along :math:`K`, with loads, six products and
+# their sums, takes a lone program half a microsecond or more. So the :math:`K` of many of them is cut into parts, as
+# far down as 128 numbers: at 256³ we are at :measured:`matmul-fp32: triton_gallery / torch at 256`. At 512³ there are
+# 128 tiles of 64 × 32, one for nearly each multiprocessor, and nothing is cut: :measured:`matmul-fp32: triton_gallery /
+# torch at 512`. (`_pointer_plan` and `_bf16x6_plan` in `hopper/matmul_float32.py` reckon which kernel, which tiles and
+# how many parts are quickest.)
 #
 # Where TensorFloat-32 is allowed nothing has to be taken apart: the matrix unit reads all 32 bits, and ignores the last
 # 13. That is at half the rate of 16-bit numbers. The kernel with specialised warps changes little: 128 bytes of a row

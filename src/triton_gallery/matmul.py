@@ -663,10 +663,12 @@ def matmul(
         quicker: in 16 bits those whose rows do not begin at multiples of 16 bytes, and batches in which no one stride
         leads from matrix to matrix, and from 1536 rows of a on also a single b whose rows do not begin at multiples of
         32 bytes. In float32 they copy both if one can only be read number by number, and for TensorFloat-32, besides
-        those that are copied in 16 bits, the smaller one of two of which neither lies along K. Under
-        :class:`torch.autocast` a, b and bias are cast as torch casts them.
+        those that are copied in 16 bits, the smaller one of two of which neither lies along K. For "highest" large
+        products take 6 bytes for each number of one matrix, and copy the other one if its rows do not begin at
+        multiples of 16 bytes. Under :class:`torch.autocast` a, b and bias are cast as torch casts them.
         AMD GPUs multiply float32 as it is. Hopper, for "highest", takes each number apart into three of bfloat16 and
         adds up the six products that float32 can show; of numbers below 1e-33 fewer bits count, and below 1e-40 none.
+        Where a large product has NaN in its result, it takes about twice as long.
 
     Example:
         >>> import torch, triton_gallery
