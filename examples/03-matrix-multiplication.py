@@ -1452,8 +1452,8 @@ report_fp32
 # - The two consumers take turns. One issues its six products in one chain; when the chain is done, it adds the sums to
 #   those in its registers, and the unit is at the other one's chain already.
 # - Nobody looks for infinity. What `dot` drops stays in the sum and makes it NaN. A program that finds NaN among its
-#   sums in the end computes its tiles once more, and this time drops what has to be dropped. So such products take
-#   twice as long and more, and others nothing.
+#   sums in the end computes its tiles once more, and this time drops what has to be dropped. Such products take twice
+#   as long or a little more, and all others lose nothing. (No record holds that.)
 #
 # Small products stay with the third rung. There are few tiles, and a step along :math:`K`, with loads, six products and
 # their sums, takes a lone program half a microsecond or more. So the :math:`K` of many of them is cut into parts, as
