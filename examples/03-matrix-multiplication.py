@@ -604,8 +604,9 @@ torch.testing.assert_close(out, a @ b, rtol=1e-3, atol=1e-3)
 # about the same size, some 12 where tiles are 128 × 256. The library takes this kernel on Hopper for large products of
 # 16-bit numbers, of float8 if :math:`B` lies transposed, and of float32 where fewer bits will do, for products of few
 # tiles with a long :math:`K`, and for many smaller ones that the third rung would load in narrow pieces. Where Gluon is
-# missing, the kernel above takes what it can of 16-bit numbers and float8. For all else the third rung is there, and
-# for vectors the small kernel from above.
+# missing, the kernel above takes what it can of 16-bit numbers and float8. Large products of all bits of float32 have a
+# kernel of their own, of which a section below tells. For all else the third rung is there, and for vectors the small
+# kernel from above.
 
 # %%
 # How close to the matrix unit's limit?

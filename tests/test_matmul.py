@@ -782,7 +782,7 @@ def test_bf16x6_takes_batches(bf16x6, left):
 @pytest.mark.parametrize("n_parts", [1, 3])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_bf16x6_with_infinity_and_nan(bf16x6, activation, n_parts, left):
-    """A program that meets one computes its tiles anew, each of which other tiles were stored to since."""
+    """A program that finds NaN computes its tiles anew: there are more tiles than programs, so some compute two."""
     a, b = random(3000, 256), random(256, 1500)
     clean = tg.matmul(a, b, activation=activation)
     a[3, 5], a[400, 7], a[2999, 0] = float("inf"), -float("inf"), float("nan")
