@@ -8,6 +8,7 @@ import functools
 import math
 
 import torch
+import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,6 +47,7 @@ __all__ = [
     "reduce_add",
     "store_wait",
     "tma_can_address",
+    "to_16_bits",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -65,6 +67,7 @@ _ELEMENTS = {
     torch.float8_e5m2: gl.float8e5,
 }
 _ADD = ir.DESCRIPTOR_REDUCE_KIND.ADD
+_MOVES_CONVERSIONS = gl.constexpr(triton.__version__.startswith("3.8."))
 
 
 def tma_can_address(x: torch.Tensor) -> bool:
@@ -150,3 +153,20 @@ def opaque(x):
     machine code then reads a wrong place in all warps but the first (seen with Triton 3.6.0).
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def to_16_bits(x, DTYPE: gl.constexpr, HERE: gl.constexpr = False):
+    """x, float32, rounded to DTYPE; with HERE, at this place, whatever loops the result goes through.
+
+    LLVM may move `x.to` behind a loop, and past several of them it does, where it takes each pair apart and joins it
+    again. Triton 3.8 moves it even into the next step of the same loop. But an instruction that stays is in ptxas's
+    way, too, and costs a hundredth of the time where nothing would have moved.
+    """
+    if not (HERE or _MOVES_CONVERSIONS):
+        y = x.to(DTYPE)
+    elif DTYPE == gl.float16:
+        y = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.float16, True, 2)
+    else:
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.bfloat16, True, 2)
+    return y

@@ -28,11 +28,14 @@ from ._gluon import (
     phase,
     store_wait,
     tma_can_address,
+    to_16_bits,
     warpgroup_mma_wait,
 )
 from .attention_rows import (
     allocate,
+    cut_off,
     load_rows,
+    masked,
     parts,
     piece_width,
     row_width,
@@ -293,24 +296,15 @@ def _fwd_producer(
 
 
 @gluon.jit
-def _mask(s, row, col, lower, upper):
-    """Scores of the queries from row and the keys from col on, with -inf outside row + lower to row + upper."""
-    rows = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-    cols = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    distance = cols[None, :] - rows[:, None]
-    return gl.where((distance >= lower) & (distance <= upper), s, float("-inf"))
-
-
-@gluon.jit
 def _fwd_step(
     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
     row, tile, lower, upper,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, V_ROWS: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    MASK: gl.constexpr, CONSUMER: gl.constexpr,
+    MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Start S = Q Kᵀ of the next tile and acc += P V of this one together; the softmax of S runs under P V.
 
-    With MASK, the tile may hold keys outside the limits of the queries from `row` on.
+    With MASK_LOWER or MASK_UPPER, the tile may hold keys outside that limit of the queries from `row` on.
     """
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     STAGES: gl.constexpr = k_full.shape[0]
@@ -326,8 +320,8 @@ def _fwd_step(
     _pass_turn(CONSUMER, NUM_CONSUMERS)
     s = warpgroup_mma_wait(len(acc), deps=(s_token,))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
-    if MASK:
-        s = _mask(s, row, tile * BLOCK_N, lower, upper)
+    if MASK_LOWER or MASK_UPPER:
+        s = masked(s, row, tile * BLOCK_N, lower, upper, MASK_LOWER, MASK_UPPER)
     # exp(x - m) as exp2: log2(e) is folded into the scale, so that x * scale - m is one fused multiply-add.
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
     p_f32 = gl.exp2(s * scale_log2 - new_max[:, None])
@@ -335,7 +329,7 @@ def _fwd_step(
     row_sum = row_sum * rescale + gl.sum(p_f32, 1)
     acc = wait_sums(acc_tokens, 0)
     mbarrier.arrive(v_empty.index(stage), count=1)
-    return p_f32.to(k_smem[0].dtype), scale_sums(acc, rescale), new_max, row_sum
+    return to_16_bits(p_f32, k_smem[0].dtype), scale_sums(acc, rescale), new_max, row_sum
 
 
 @gluon.jit
@@ -411,34 +405,33 @@ def _fwd_consumer(
         _pass_turn(CONSUMER, NUM_CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        cols = (end - 1) * BLOCK_N + gl.arange(0, FIRST_N, gl.SliceLayout(0, FIRST_LAYOUT))
+        col = (end - 1) * BLOCK_N
         if IS_CAUSAL:
-            rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, FIRST_LAYOUT))
-            s = gl.where(rows[:, None] >= cols[None, :], s, float("-inf"))
+            s = masked(s, row, col, lower, 0, False, True)
         if IS_BAND:
-            s = _mask(s, row, (end - 1) * BLOCK_N, lower, upper)
+            s = masked(s, row, col, lower, upper, True, True)
         if not EVEN_KV:
-            s = gl.where(cols[None, :] < seq_kv, s, float("-inf"))
+            s = cut_off(s, seq_kv - 1 - col - gl.arange(0, FIRST_N, gl.SliceLayout(0, FIRST_LAYOUT))[None, :])
         # Finite, so that -inf - (-inf) makes no NaN: a query may meet its first key, or its first score that is finite,
         # in a later tile.
         first_max = gl.maximum(gl.max(s, 1) * scale_log2, -3.4028234663852886e38)
         p_f32 = gl.exp2(s * scale_log2 - first_max[:, None])
         row_sum = gl.convert_layout(gl.sum(p_f32, 1), ROWS)
         row_max = gl.convert_layout(first_max, ROWS)
-        p_first = p_f32.to(dtype)
+        p_first = to_16_bits(p_f32, dtype, HERE=IS_BAND)
 
         if HALF:
             # P of the half tile has another shape than P of a whole one, so its step stands before the loop.
             if n > 1:
                 p, acc, row_max, row_sum = _fwd_step(
                     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p_first, acc, row_max, row_sum,
-                    scale_log2, row, 0, lower, upper, BLOCK_D, BLOCK_DV, FIRST_N, NUM_CONSUMERS, False, CONSUMER,
+                    scale_log2, row, 0, lower, upper, BLOCK_D, BLOCK_DV, FIRST_N, NUM_CONSUMERS, False, False, CONSUMER,
                 )  # fmt: skip
                 step += 1
                 for _ in range(2, n):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        row, 0, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, False, CONSUMER,
+                        row, 0, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, False, False, CONSUMER,
                     )  # fmt: skip
                     step += 1
                 if not OUT_IN_Q:
@@ -451,7 +444,8 @@ def _fwd_consumer(
         else:
             p = p_first
             if IS_BAND:
-                # Backwards: tiles that the upper limit cuts, whole ones, tiles that the lower limit cuts.
+                # Backwards: tiles that the upper limit cuts (in a narrow band the lower one, too), whole tiles, and
+                # those that the lower limit cuts.
                 full_end = gl.maximum(gl.minimum((row + upper + 1) // BLOCK_N, end - 1), begin)
                 last_row = gl.minimum(row + BLOCK_M, seq_q) - 1
                 full_begin = gl.minimum(gl.cdiv(gl.maximum(last_row + lower, 0), BLOCK_N), full_end)
@@ -459,21 +453,22 @@ def _fwd_consumer(
                 for kv_tile in range(end - 1, full_end, -1):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, True, CONSUMER,
+                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, True, True, CONSUMER,
                     )  # fmt: skip
                     step += 1
                 n = full_end - full_begin + 1
             for _ in range(1, n):
                 p, acc, row_max, row_sum = _fwd_step(
                     q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                    row, 0, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, False, CONSUMER,
+                    row, 0, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, False, False, CONSUMER,
                 )  # fmt: skip
                 step += 1
             if IS_BAND:
                 for kv_tile in range(full_begin, begin, -1):
                     p, acc, row_max, row_sum = _fwd_step(
                         q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, p, acc, row_max, row_sum, scale_log2,
-                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, True, CONSUMER,
+                        row, kv_tile - 1, lower, upper, BLOCK_D, BLOCK_DV, BLOCK_N, NUM_CONSUMERS, True, False,
+                        CONSUMER,
                     )  # fmt: skip
                     step += 1
             if not OUT_IN_Q:

@@ -25,10 +25,12 @@ from ._gluon import (
     store_wait,
     warpgroup_mma_wait,
 )
-from .attention_forward import L2_BYTES, LOG2_E, _mask
+from .attention_forward import L2_BYTES, LOG2_E
 from .attention_rows import (
     allocate,
+    cut_off,
     load_rows,
+    masked,
     parts,
     piece_width,
     row_width,
@@ -140,7 +142,8 @@ def _dq_producer(
 def _dq_step(
     step, dq, q_smem, dout_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, delta, row, tile, seq_kv,
     lower, upper, scale_log2,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASK: gl.constexpr, EVEN_KV: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr,
+    EVEN_KV: gl.constexpr,
 ):  # fmt: skip
     """This consumer's queries against one tile of keys: dQ += dS K."""
     K_STAGES: gl.constexpr = k_full.shape[0]
@@ -160,10 +163,10 @@ def _dq_step(
     mbarrier.wait(v_full.index(v_stage), phase(step, V_STAGES))
     dp_token = start_scores(dout, v)
     s = warpgroup_mma_wait(len(v), deps=(s_token,))
-    if MASK:
-        s = _mask(s, row, tile * ROWS, lower, upper)
+    if MASK_LOWER or MASK_UPPER:
+        s = masked(s, row, tile * ROWS, lower, upper, MASK_LOWER, MASK_UPPER)
     if not EVEN_KV:
-        s = gl.where(tile * ROWS + gl.arange(0, ROWS, COLS)[None, :] < seq_kv, s, float("-inf"))
+        s = cut_off(s, seq_kv - 1 - tile * ROWS - gl.arange(0, ROWS, COLS)[None, :])
     p = gl.exp2(s * scale_log2 - lse[:, None])
     dp = warpgroup_mma_wait(0, deps=(dp_token,))
     mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -196,7 +199,8 @@ def _dq_consumer(
         for i in range(bounds[part], bounds[part + 1]):
             dq = _dq_step(
                 i - begin, dq, q_smem, dout_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, lse, delta, row, i,
-                seq_kv, lower, upper, scale_log2, BLOCK_D, BLOCK_DV, part != 1, EVEN_KV,
+                seq_kv, lower, upper, scale_log2, BLOCK_D, BLOCK_DV, HAS_LOWER and part != 1, HAS_UPPER and part != 1,
+                EVEN_KV,
             )  # fmt: skip
     dq = scale_sums(dq, gl.full([64], scale, gl.float32, OWN))
     store_rows(parts(q_smem, CONSUMER, BLOCK_D), dq)
@@ -314,15 +318,15 @@ def _dkdv_producer(
 @gluon.jit
 def _probabilities(
     s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, step, row, tile, lower, upper, scale_log2,
-    MASK: gl.constexpr, EVEN_Q: gl.constexpr,
+    MASK_LOWER: gl.constexpr, MASK_UPPER: gl.constexpr, EVEN_Q: gl.constexpr,
 ):  # fmt: skip
     """P of a tile's scores, once they are there; the other consumer gets it in float32."""
     STAGES: gl.constexpr = q_full.shape[0]
     stage = step % STAGES
     lse = lse_smem.index(stage).load(gl.SliceLayout(0, s.type.layout))
     mbarrier.arrive(q_empty.index(stage), count=1)
-    if MASK:
-        s = _mask(s, row, tile * 64, lower, upper)
+    if MASK_LOWER or MASK_UPPER:
+        s = masked(s, row, tile * 64, lower, upper, MASK_LOWER, MASK_UPPER)
     if not EVEN_Q:
         # Past the end the score is NaN for a key of NaN, which may be one that no query sees. (The choice is on s: with
         # one on p, Triton 3.6 waits for each product before it starts the next.)
@@ -362,7 +366,7 @@ def _dv_of_head(
     s = warpgroup_mma_wait(0, deps=(_start_s(k_smem, q_smem, q_full, step, BLOCK_D),))
     p = _probabilities(
         s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, step, row, begin, lower, upper, scale_log2,
-        HAS_LOWER or HAS_UPPER, EVEN_Q,
+        HAS_LOWER, HAS_UPPER, EVEN_Q,
     ).to(dtype)  # fmt: skip
     bounds = _bounds(row, begin, end, lower, upper, 64, HAS_LOWER, HAS_UPPER)
     for part in gl.static_range(0 if HAS_LOWER else 1, 3 if HAS_UPPER else 2):
@@ -373,7 +377,7 @@ def _dv_of_head(
             s = warpgroup_mma_wait(len(dv), deps=(s_token,))
             p = _probabilities(
                 s, lse_smem, p_smem, q_full, q_empty, p_full, p_empty, now, row, i, lower, upper, scale_log2,
-                part != 1, EVEN_Q,
+                HAS_LOWER and part != 1, HAS_UPPER and part != 1, EVEN_Q,
             )  # fmt: skip
             dv = wait_sums(dv_tokens, 0)
             # Not before: Triton 3.8 would put it into the registers that this product is reading, and serialise all.

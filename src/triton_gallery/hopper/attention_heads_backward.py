@@ -24,7 +24,7 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from .attention_forward import LOG2_E
-from .attention_rows import row_width, start_scores, start_sums, wait_sums, zero_sums
+from .attention_rows import cut_off, masked, row_width, start_scores, start_sums, wait_sums, zero_sums
 
 _SIDE = gl.constexpr(64)  # rows and columns of all tiles
 _SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of a tile in registers
@@ -98,13 +98,9 @@ def _probabilities(
     s, lse, key, query, seq_kv, lower, upper, scale_log2, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr
 ):  # fmt: skip
     """Of keys x queries, of which `key` and `query` are the first."""
-    keys = key + gl.arange(0, _SIDE, gl.SliceLayout(1, _SQUARE))[:, None]
-    queries = query + gl.arange(0, _SIDE, gl.SliceLayout(0, _SQUARE))[None, :]
-    if HAS_UPPER:
-        s = gl.where(keys <= queries + upper, s, float("-inf"))
-    if HAS_LOWER:
-        s = gl.where(keys >= queries + lower, s, float("-inf"))
-    s = gl.where(keys < seq_kv, s, float("-inf"))
+    # What is the lower limit to queries is the upper one to keys.
+    s = masked(s, key, query, -upper, -lower, HAS_UPPER, HAS_LOWER)
+    s = cut_off(s, seq_kv - 1 - key - gl.arange(0, _SIDE, gl.SliceLayout(1, _SQUARE))[:, None])
     # Past the last query the score is NaN for a key of NaN, which may be one that no query sees.
     s = gl.where(lse[None, :] == float("inf"), float("-inf"), s)
     return gl.exp2(s * scale_log2 - lse[None, :])

@@ -8,7 +8,7 @@ of 129 to 192 columns lie in three pieces of 64, since 256 would take the room o
 import torch
 
 from .._launch import next_power_of_2
-from ._gluon import as_matrices, async_load, async_store, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from ._gluon import as_matrices, async_load, async_store, gl, gluon, opaque, warpgroup_mma, warpgroup_mma_wait
 
 WIDTHS = (64, 80, 96, 128, 160, 192, 256)  # powers of two, and sums of two of them
 
@@ -132,6 +132,36 @@ def store_rows(tile, sums):
     tile[0].store(sums[0].to(tile[0].dtype))
     if len(tile) == 2:
         tile[1].store(sums[1].to(tile[1].dtype))
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def cut_off(s, distance):
+    """Scores, but -inf where `distance` is negative: its sign makes an infinity, which no score is left above.
+
+    A choice (`gl.where`) would want a predicate for each number, of which a thread has seven; where Triton 3.6 makes
+    them before the scores have come, it packs them into registers, in four times as many instructions as stand here.
+    A score of NaN that is not cut off becomes infinite, and the probabilities of its row are NaN all the same.
+    """
+    limit = gl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, 0x80000000, 0x7F800000, 0xEA;", "=f,r", [distance], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return gl.minimum(s, limit)
+
+
+@gluon.jit
+def masked(s, row, col, lower, upper, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr):
+    """Scores of the rows from `row` and the columns from `col` on, with -inf outside row + lower to row + upper."""
+    # Opaque, so that no loop keeps the distances for all its tiles.
+    rows = opaque(row) + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))[:, None]
+    cols = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+    if HAS_LOWER:
+        s = cut_off(s, cols - (rows + lower))
+    if HAS_UPPER:
+        s = cut_off(s, rows + upper - cols)
+    return s
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
