@@ -619,6 +619,24 @@ def test_all_widths_of_rows_have_room(is_causal, shape):
             assert n_programs * (kernel.shared + 1024) <= 228 * 1024, name
 
 
+def test_attention_on_hopper_masks_without_choices_and_rounds_in_pairs():
+    """Many choices want many predicates; a pair that is rounded number by number is taken apart and joined again."""
+    calls = [
+        (triton_gallery.attention, [_tensor((2, 4, 1024, d), F16)] * 3, mask, d == 256)
+        for d in (64, 256)  # the gradients' kernels are those of long rows
+        for mask in ({}, {"is_causal": True}, {"window": 256})
+    ]
+    names = {f"_attention_{part}_hopper_kernel": most for part, most in (("fwd", 24), ("dq", 0), ("dkdv", 0))}
+    for (*_, mask, _), (kernels,) in zip(calls, codegen._compile(codegen._pack(calls, ("sm_90",))), strict=True):
+        for kernel in kernels:
+            if kernel.name in names:
+                ptx = kernel.asm["ptx"]
+                # What choices there are in the forward kernel are of its rows' sums.
+                assert len(re.findall(r"selp\.f32", ptx)) <= names[kernel.name], (kernel.name, mask)
+                if "fwd" in kernel.name and "window" not in mask:
+                    assert not re.search(r"cvt\.rn\.f16\.f32", ptx), mask
+
+
 WIDTHS = (64, 128, 192, 256)
 
 

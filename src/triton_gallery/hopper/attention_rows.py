@@ -142,7 +142,7 @@ def cut_off(s, distance):
     """Scores, but -inf where `distance` is negative: its sign makes an infinity, which no score is left above.
 
     A choice (`gl.where`) would want a predicate for each number, of which a thread has seven; where Triton 3.6 makes
-    them before the scores have come, it packs them into registers, in four times as many instructions as stand here.
+    them before the scores have come, it packs them into registers, in twice as many instructions as stand here.
     A score of NaN that is not cut off becomes infinite, and the probabilities of its row are NaN all the same.
     """
     limit = gl.inline_asm_elementwise(
