@@ -714,15 +714,16 @@ except ValueError as error:
 #   compiled as another kernel from the same source, which walks from the upper limit to the lower one, with masks at
 #   both ends.
 # - A mask has its price where it cuts through a tile. Whoever chooses between a score and :math:`-\infty` compares
-#   first, and keeps the answer in a *predicate*. A thread has seven of those, and 64 scores of a tile of 64
-#   :math:`\times` 128. Triton 3.6 compares before the scores have come, and packs the answers into registers: with both
-#   limits of a window a tile took 991 instructions, where one without a mask takes 439 (head dimension 64, counted in
-#   the machine code). So the kernels choose nothing. The distance between a key and a limit is negative where the key
-#   is cut off, and its sign, put before the bits of infinity, makes :math:`-\infty` there and :math:`+\infty`
-#   elsewhere. The score becomes the smaller of the two. Along a diagonal of the tile the distance is the same, so a
-#   thread computes half as many as it has scores. That takes 706 instructions, and 574 where one limit alone can cut.
-#   (`cut_off` in `attention_rows.py`. The backward kernel of one walk, which comes next, still chooses: with head
-#   dimension 128 it has no registers for the distances.)
+#   first, and keeps the answer in a *predicate*, a register of one bit. A thread has seven of those, but 64 scores of a
+#   tile of 64 :math:`\times` 128. Triton 3.6 compares before the scores have come, and packs the answers into other
+#   registers: with both limits of a window a tile took 991 instructions, where one without a mask takes 439 (head
+#   dimension 64, counted in the machine code). So there is nothing to choose at these limits any more. Count how many
+#   keys a key lies inside of a limit: that number is negative where the key is cut off, and its sign, put before the
+#   bits of infinity, makes :math:`-\infty` there and :math:`+\infty` elsewhere. What counts is the smaller of this
+#   infinity and the score. Along a diagonal of the tile the number is the same, so for each limit a thread computes
+#   half as many as it has scores. With both limits a tile takes 706 instructions then, and 574 where one alone can cut.
+#   (`cut_off` in `attention_rows.py`. The backward kernel of one walk, which comes next, still chooses, since with head
+#   dimension 128 it has no registers for these numbers; so do the masks of float32.)
 # - A shape is a power of two, and a head dimension like 80 is none. Its rows lie in shared memory as 128 columns: the
 #   tensor memory accelerator knows where a row of the tensor ends, and fills in zeros. The products leave them out. The
 #   scores are two products, over 64 columns and over 16, added up in the same registers, and the output has two such
@@ -1894,8 +1895,8 @@ print(report_short_bwd.summary())
 # triton_gallery at 16384` after :measured:`attention-fwd-d128-fp16: triton_gallery at best`, and there cuDNN's to
 # :measured:`attention-fwd-d128-fp16: cuDNN at 16384` after :measured:`attention-fwd-d128-fp16: cuDNN at best`. In the
 # sweep of the versions, by the same calls, the two have :measured:`attention-ladder-fp16: triton_gallery at 16384` and
-# :measured:`attention-ladder-fp16: cuDNN at 16384` at this length, and both curves fall less at their end. Our rate
-# over cuDNN's is :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 16384` in one sweep and
+# :measured:`attention-ladder-fp16: cuDNN at 16384` at this length, and both are less far below their best there. Our
+# rate over cuDNN's is :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 16384` in one sweep and
 # :measured:`attention-ladder-fp16: triton_gallery / cuDNN at 16384` in the other. We think that the fall is the clock
 # of a GPU at the limit of its power; we have not measured it.
 #
@@ -1960,10 +1961,10 @@ for seq_len in (512, 1024, 4096, 16384):
 # default with 4096 positions, at worst :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
 # triton_gallery at worst`, and with 4096 positions :measured:`attention-bwd-deterministic-fp16: triton_gallery
 # deterministic / cuDNN at 4096` the rate of cuDNN in its default mode, at worst
-# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions it
-# is the quicker one of our two, at :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic /
-# triton_gallery at 512`, and from 1024 on the default is. (The summary below has the ratios of this
-# default to all others, also to the deterministic ones.)
+# :measured:`attention-bwd-deterministic-fp16: triton_gallery deterministic / cuDNN at worst`. With 512 positions
+# the deterministic mode is quicker than our default, at :measured:`attention-bwd-deterministic-fp16: triton_gallery
+# deterministic / triton_gallery at 512` of its rate; from 1024 on the default is quicker. (The summary below has the
+# ratios of this default to all others, also to the deterministic ones.)
 #
 # With a window of 1024 keys we are at :measured:`attention-window-fp16: triton_gallery / FlexAttention at 1024`
 # FlexAttention's rate.

@@ -1112,13 +1112,21 @@ def test_nan_stays_in_its_row(value, device):
     torch.testing.assert_close(out, clean, rtol=0, atol=0)
 
 
-def test_nan_in_a_key_reaches_who_may_see_it(device):
-    q, k, v = inputs((1, 1, 70, 8), (1, 1, 70, 8), torch.float32, device)
-    clean = tg.attention(q, k, v, is_causal=True)
-    k[0, 0, 50, 3] = NAN
-    out = tg.attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(out[:, :, :50], clean[:, :, :50], rtol=0, atol=0)
-    assert out[:, :, 50:].isnan().all()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", [{"is_causal": True}, {"window": (30, 0)}, {"window": (90, 3)}], ids=str)
+def test_nan_in_a_key_reaches_who_may_see_it(mask, dtype, device):
+    head_dims = (8, 128, 200) if dtype == torch.float16 and device.type == "cuda" else (8,)
+    left, right = mask.get("window", (70, 0))
+    for head_dim in head_dims:
+        q, k, v = inputs((1, 1, 70, head_dim), (1, 1, 70, head_dim), dtype, device)
+        clean = tg.attention(q, k, v, **mask)
+        k[0, 0, 20, 3] = NAN
+        out = tg.attention(q, k, v, **mask)
+        for query in range(70):
+            if query - left <= 20 <= query + right:
+                assert out[0, 0, query].isnan().all(), query
+            else:
+                torch.testing.assert_close(out[0, 0, query], clean[0, 0, query], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

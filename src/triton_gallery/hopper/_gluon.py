@@ -157,11 +157,12 @@ def opaque(x):
 
 @gluon.jit
 def to_16_bits(x, DTYPE: gl.constexpr, HERE: gl.constexpr = False):
-    """x, float32, rounded to DTYPE; with HERE, at this place, whatever loops the result goes through.
+    """x, float32, rounded to DTYPE.
 
-    LLVM may move `x.to` behind a loop, and past several of them it does, where it takes each pair apart and joins it
-    again. Triton 3.8 moves it even into the next step of the same loop. But an instruction that stays is in ptxas's
-    way, too, and costs a hundredth of the time where nothing would have moved.
+    `x.to` leaves the place to LLVM. It may move the rounding behind a loop; behind several loops it does, and the
+    machine code then takes pairs of numbers apart and joins them again. With HERE the rounding is an instruction that
+    LLVM leaves where it is, and always with Triton 3.8, which moves it even into the next step of the same loop. It is
+    in ptxas's way, too: where nothing would have moved, it costs a hundredth of the time.
     """
     if not (HERE or _MOVES_CONVERSIONS):
         y = x.to(DTYPE)

@@ -277,6 +277,7 @@ def _bwd_step(
     s = warpgroup_mma_wait(len(dv) + N_DQ_FIRST, deps=(s_token,))  # dP has as many parts as dV
     keys = kv_tile * 128 + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     queries = q_tile * 64 + gl.arange(0, 64, COLS)
+    # Choices, not `cut_off`: with 128 columns there are no registers for the distances.
     if MASK_UPPER:
         s = gl.where(keys[:, None] <= queries[None, :] + upper, s, float("-inf"))
     if MASK_LOWER:

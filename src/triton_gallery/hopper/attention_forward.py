@@ -418,6 +418,7 @@ def _fwd_consumer(
         p_f32 = gl.exp2(s * scale_log2 - first_max[:, None])
         row_sum = gl.convert_layout(gl.sum(p_f32, 1), ROWS)
         row_max = gl.convert_layout(first_max, ROWS)
+        # A band has three loops. LLVM moves only what is rounded in the same way before each of them: one P is enough.
         p_first = to_16_bits(p_f32, dtype, HERE=IS_BAND)
 
         if HALF:

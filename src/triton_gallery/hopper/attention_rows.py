@@ -139,11 +139,14 @@ def store_rows(tile, sums):
 
 @gluon.jit
 def cut_off(s, distance):
-    """Scores, but -inf where `distance` is negative: its sign makes an infinity, which no score is left above.
+    """Scores, but -inf where `distance` is negative.
 
-    A choice (`gl.where`) would want a predicate for each number, of which a thread has seven; where Triton 3.6 makes
-    them before the scores have come, it packs them into registers, in twice as many instructions as stand here.
-    A score of NaN that is not cut off becomes infinite, and the probabilities of its row are NaN all the same.
+    Its sign bit before the bits of infinity is -inf there and +inf elsewhere, and the smaller of that and the score is
+    left. A choice (`gl.where`) wants a predicate for each score, and a thread has seven predicates. Triton 3.6 makes
+    them before the scores have come and packs them into registers, which takes twice as many instructions.
+
+    A score of NaN that is not cut off becomes +inf. Its query's sum, output and lse are NaN all the same, since
+    inf - inf is, and with that lse so are its probabilities in the backward pass.
     """
     limit = gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, 0x80000000, 0x7F800000, 0xEA;", "=f,r", [distance], dtype=gl.float32, is_pure=True, pack=1
@@ -154,7 +157,7 @@ def cut_off(s, distance):
 @gluon.jit
 def masked(s, row, col, lower, upper, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr):
     """Scores of the rows from `row` and the columns from `col` on, with -inf outside row + lower to row + upper."""
-    # Opaque, so that no loop keeps the distances for all its tiles.
+    # Opaque, so that each tile computes its distances: what all tiles share of them would stay in registers.
     rows = opaque(row) + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))[:, None]
     cols = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
     if HAS_LOWER:
