@@ -950,11 +950,11 @@ torch.testing.assert_close(matmul_in_parts(a, b, 4), a @ b, rtol=1e-3, atol=1e-3
 
 # %%
 # The library cuts :math:`K` on Hopper alone (and everywhere in products with a vector). There the parts are one launch:
-# each program computes one part of one tile. Programs could also add to the result in memory, with *atomic* additions,
-# between whose reading and writing no other program gets, and without the second kernel; but then the order of the
-# additions, and with it the last bits, would change from run to run. The second kernel is launched while the first one
-# still works, and waits on the GPU until it may read (*programmatic dependent launch*, the `PDL` of our kernel): then
-# no launch lies between the two.
+# each program computes one part of one tile (of float32 perhaps several, one after another). Programs could also add to
+# the result in memory, with *atomic* additions, between whose reading and writing no other program gets, and without
+# the second kernel; but then the order of the additions, and with it the last bits, would change from run to run. The
+# second kernel is launched while the first one still works, and waits on the GPU until it may read (*programmatic
+# dependent launch*, the `PDL` of our kernel): then no launch lies between the two.
 #
 # Large products have the same trouble at their end. Their tiles are computed in rounds, one tile for each
 # multiprocessor (the guide says *waves*; the rounds in which we measure are others), and a last round of a few tiles
@@ -1012,8 +1012,8 @@ for n in (4352, 5120, 5632, 8192):
 # cannot address it, and other loads move one number at a time. It pays to copy both matrices to rows that are a little
 # longer: that is :math:`2 n^2` numbers in and as many out, against :math:`2 n^3` operations. On Hopper the library does
 # this for numbers of 16 and of 32 bits, where it reckons that it takes less time. (For all bits of float32 one copy is
-# enough, as a later section tells.) Where not, and for float8, the third rung loads in narrow pieces. The result needs
-# no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
+# mostly enough, as a later section tells.) Where not, and for float8, the third rung loads in narrow pieces. The result
+# needs no copy. Its tiles leave by ordinary stores, in which each warp writes along a row.
 #
 # Sizes like 5000 lie between. TMA can address such rows, but every second one begins in the middle of a *sector*, the
 # 32 bytes that the caches move at once. Then 128 bytes of a row lie in five sectors, where they could lie in four. In
@@ -1396,16 +1396,16 @@ print(*(f"{part[0].item():+.10f}" for part in parts), "make", f"{sum(parts)[0].i
 assert torch.equal(sum(parts), x)
 
 # %%
-# A product of two such sums has nine terms. With :math:`x_0` the largest part of :math:`x`, and each part some 256
+# A product of two such sums has nine terms. With :math:`x_0` the largest part of :math:`x`, and each part at least 128
 # times as large as the next,
 #
 # .. math:: x y \approx x_0 y_0 + (x_0 y_1 + x_1 y_0) + (x_0 y_2 + x_1 y_1 + x_2 y_0)
 #
-# leaves out three terms. Together they are about :math:`2^{-24} x y` on average, as large as the largest error of
-# rounding one product, and at most nearly eight times that. All have the sign of :math:`x y`, since parts are cut and
-# not rounded. So six products of bfloat16 tiles make one of float32 (*bf16x6*). Each is exact, the unit adds them in
-# float32, and `dot` begins with the smallest. Six products at the rate of bfloat16 are quicker than one without the
-# matrix unit.
+# leaves out three terms. Together they are some two thirds of :math:`2^{-24} x y` on average, where rounding one
+# product errs by :math:`2^{-24} x y` at most, and never more than nearly eight times that. All have the sign of
+# :math:`x y`, since parts are cut and not rounded. So six products of bfloat16 tiles make one of float32 (*bf16x6*).
+# Each is exact, the unit adds them in float32, and `dot` begins with the smallest. Six products at the rate of bfloat16
+# are quicker than one without the matrix unit.
 #
 # The sums need care. The matrix unit cuts off what a sum of 24 bits has no room for, where other units round, and a
 # long row of cut sums drifts. So `dot` lets it add along one block of :math:`K` and adds the blocks up outside. And
@@ -1422,7 +1422,8 @@ for name, out in (("triton_gallery", tg.matmul(a, b)), ("torch", a @ b)):
     print(f"{name + ':':15} the largest error is {error.item():.1e} of the largest sum")
 
 # %%
-# Without a GPU both go number by number. On an H200 our error was smaller than torch's (no record holds that); we think
+# Without a GPU both go number by number. (Triton's interpreter gets products of bfloat16 tiles wrong, "bf16x6" among
+# them, so do not try that there.) On an H200 our error was smaller than torch's (no record holds that); we think
 # because fewer sums are rounded. Numbers below :math:`10^{-33}` are an exception, as their smallest parts would be
 # below what bfloat16 can hold; of those fewer bits count. The sweep is that of the other dtypes, against torch in the
 # same setting:
@@ -1439,29 +1440,32 @@ report_fp32
 # triton_gallery / torch at 4096` torch's rate at 4096³, and :measured:`matmul-fp32: triton_gallery / torch at 1024` at
 # 1024³. The rate at 4096³ is :measured:`matmul-fp32: triton_gallery at 4096`. The matrix unit does six times as much
 # for it, which is about what the sweep of bfloat16 has, :measured:`matmul-bf16: triton_gallery at 4096`. So taking
-# numbers apart has hardly a price any more.
+# numbers apart costs hardly anything here.
 #
-# The third rung cannot do that. Each of its programs takes its tiles of both matrices apart, the same numbers over and
-# over for one tile of :math:`C` after another, and meanwhile the unit rests. So on Hopper large products have a kernel
-# of their own (`hopper/matmul_bf16x6.py`), with specialised warps as the fifth rung:
+# With the third rung and its `dot` it would. Each of its programs takes its tiles of both matrices apart, the same
+# numbers over and over for one tile of :math:`C` after another, and meanwhile the unit rests. So on Hopper large
+# products have a kernel of their own (`hopper/matmul_bf16x6.py`), with specialised warps as the fifth rung:
 #
 # - One matrix is taken apart once, by a small kernel ahead of the product. It writes 6 bytes for every number, and TMA
 #   brings the parts to shared memory as any other tile.
-# - The other one stays as it is. Its numbers reach the matrix unit by way of registers, and there a consumer takes them
-#   apart, while the unit is at the products of the step before. (Were both taken apart ahead, the unit would read both
-#   from shared memory, six times. By our count that would take all that shared memory delivers in this time.)
+# - The other one stays as it is, but is copied if TMA cannot address it. Its numbers reach the matrix unit by way of
+#   registers, and there a consumer takes them apart, while the unit is at the products of the step before. (Were both
+#   taken apart ahead, the unit would read both from shared memory, six times. By our count that would take all that
+#   shared memory delivers in this time.)
 # - The two consumers take turns. One issues its six products in one chain; when the chain is done, it adds the sums to
 #   those in its registers, and the unit is at the other one's chain already.
 # - Nobody looks for infinity. What `dot` drops stays in the sum and makes it NaN. A program that finds NaN among its
 #   sums in the end computes its tiles once more, and this time drops what has to be dropped. Such products take twice
 #   as long or a little more, and all others lose nothing. (No record holds that.)
 #
-# Small products stay with the third rung. There are few tiles, and a step along :math:`K`, with loads, six products and
-# their sums, takes a lone program half a microsecond or more. So the :math:`K` of many of them is cut into parts, as
-# far down as 128 numbers: at 256³ we are at :measured:`matmul-fp32: triton_gallery / torch at 256`. At 512³ there are
-# 128 tiles of 64 × 32, one for nearly each multiprocessor, and nothing is cut: :measured:`matmul-fp32: triton_gallery /
-# torch at 512`. (`_pointer_plan` and `_bf16x6_plan` in `hopper/matmul_float32.py` reckon which kernel, which tiles and
-# how many parts are quickest.)
+# Small products stay with the third rung, which is done with them before the other kernel would have taken a matrix
+# apart and begun. Their tiles are few, and a step along :math:`K`, with loads, six products and their sums, takes a
+# lone program half a microsecond or more. So the :math:`K` of many of them is cut into parts, as far down as 128
+# numbers: at 256³ we are at :measured:`matmul-fp32: triton_gallery / torch at 256`. At 512³ there are 128 tiles of 64 ×
+# 32, one for nearly each multiprocessor, and nothing is cut: :measured:`matmul-fp32: triton_gallery / torch at 512`.
+# Large products are cut, too, where that fills the last round: at 3072³ there are 576 tiles, which would take five
+# rounds of 132, and two halves of each take nine rounds half as long. (`_pointer_plan` and `_bf16x6_plan` in
+# `hopper/matmul_float32.py` reckon which kernel, which tiles and how many parts are quickest.)
 #
 # Where TensorFloat-32 is allowed nothing has to be taken apart: the matrix unit reads all 32 bits, and ignores the last
 # 13. That is at half the rate of 16-bit numbers. The kernel with specialised warps changes little: 128 bytes of a row

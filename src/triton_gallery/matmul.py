@@ -325,7 +325,7 @@ def _result_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_reduced(dtype: torch.dtype, precision: str | None) -> bool:
-    """Whether products may be added with fewer bits than float32 has; only float32 and float8 leave a choice."""
+    """Whether float32 may be shortened to TensorFloat-32, or sums of float8 have fewer bits; others have no choice."""
     if precision is None and dtype == torch.float32:
         return allows_tf32()
     return precision in ("high", "medium") and dtype in (torch.float32, *FLOAT8)
@@ -658,17 +658,20 @@ def matmul(
         :func:`~triton_gallery.set_tuning`, once they have been tried). When a gradient is needed, "gelu" and "silu"
         store the values before the activation as well; the other activations are differentiated from the result.
         Gradients of any order are matrix products by the same kernels. Where sums are cut into parts, as in products of
-        few tiles, each part needs room for a copy of the result in the dtype of the sums. On Hopper programs may share
-        the last tiles of a large product, which takes up to 17 MiB, and products copy matrices first where that is
-        quicker: in 16 bits those whose rows do not begin at multiples of 16 bytes, and batches in which no one stride
-        leads from matrix to matrix, and from 1536 rows of a on also a single b whose rows do not begin at multiples of
-        32 bytes. In float32 they copy both if one can only be read number by number, and for TensorFloat-32, besides
-        those that are copied in 16 bits, the smaller one of two of which neither lies along K. For "highest" large
-        products take 6 bytes for each number of one matrix, and copy the other one if its rows do not begin at
-        multiples of 16 bytes. Under :class:`torch.autocast` a, b and bias are cast as torch casts them.
-        AMD GPUs multiply float32 as it is. Hopper, for "highest", takes each number apart into three of bfloat16 and
-        adds up the six products that float32 can show; of numbers below 1e-33 fewer bits count, and below 1e-40 none.
-        Where a large product has NaN in its result, it takes about twice as long.
+        few tiles, and in float32 also where the last round of a large one would leave much of the GPU idle, each part
+        needs room for a copy of the result in the dtype of the sums. On Hopper programs may share the last tiles of a
+        large product, which takes up to 17 MiB, and products copy matrices first where that is quicker: in 16 bits
+        those whose rows do not begin at multiples of 16 bytes, and batches in which no one stride leads from matrix to
+        matrix, and from 1536 rows of a on also a single b whose rows do not begin at multiples of 32 bytes. For
+        TensorFloat-32 it is the first two of these, and the smaller one of two matrices of which neither lies along K.
+        For "highest" large products of float32 take 6 bytes for each number of one matrix, and copy the other one if
+        its rows do not begin at multiples of 16 bytes or no one stride leads through its batch; some smaller ones copy
+        both, if one can only be read number by number. Under :class:`torch.autocast` a, b and bias are cast as torch
+        casts them.
+        AMD GPUs multiply float32 as it is. Hopper, for "highest", takes each number apart into three of bfloat16 (but
+        in products with a vector) and adds up the six products that float32 can show; of numbers below 1e-33 fewer bits
+        count, and below 1e-40 none. A large product with infinity or NaN among its numbers or its sums takes about
+        twice as long.
 
     Example:
         >>> import torch, triton_gallery

@@ -7,9 +7,11 @@ Three things are decided here, from sizes, strides and alignment alone, so that 
   are copied first, if that saves more than it costs.
 - In full precision large products go to a kernel of their own, with TMA and specialized warps as well. One matrix is
   taken apart for it, and may lie as it likes; the other one is copied if TMA cannot address it.
-- The pointer kernel takes the rest. There each number is taken apart in registers, so it does not matter which way a
-  matrix lies. Odd ones, of which a load has a single number, may be copied, too.
-- Where few tiles would leave multiprocessors without work, it cuts K into parts (*split K*).
+- The pointer kernel takes the rest. In full precision each number is taken apart in registers there, so it does not
+  matter which way a matrix lies, and odd ones, of which a load has a single number, may be copied, too. For
+  TensorFloat-32 the tiles are others where a matrix lies across K.
+- Where tiles would leave multiprocessors without work, be they few or the last round not full, K is cut into parts
+  (*split K*).
 
 The times were measured on an H200; they only have to put the choices into the right order.
 """
