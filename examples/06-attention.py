@@ -716,14 +716,14 @@ except ValueError as error:
 # - A mask has its price where it cuts through a tile. Whoever chooses between a score and :math:`-\infty` compares
 #   first, and keeps the answer in a *predicate*, a register of one bit. A thread has seven of those, but 64 scores of a
 #   tile of 64 :math:`\times` 128. Triton 3.6 compares before the scores have come, and packs the answers into other
-#   registers: with both limits of a window a tile took 991 instructions, where one without a mask takes 439 (head
-#   dimension 64, counted in the machine code). So there is nothing to choose at these limits any more. Count how many
-#   keys a key lies inside of a limit: that number is negative where the key is cut off, and its sign, put before the
-#   bits of infinity, makes :math:`-\infty` there and :math:`+\infty` elsewhere. What counts is the smaller of this
-#   infinity and the score. Along a diagonal of the tile the number is the same, so for each limit a thread computes
-#   half as many as it has scores. With both limits a tile takes 706 instructions then, and 574 where one alone can cut.
-#   (`cut_off` in `attention_rows.py`. The backward kernel of one walk, which comes next, still chooses, since with head
-#   dimension 128 it has no registers for these numbers; so do the masks of float32.)
+#   registers: a tile that is masked like this at both limits of a window takes 991 instructions, and one without a mask
+#   439 (head dimension 64, counted in the machine code). So there is nothing to choose at these limits any more. Count
+#   how many keys a key lies inside of a limit: that number is negative where the key is cut off, and its sign, put
+#   before the bits of infinity, makes :math:`-\infty` there and :math:`+\infty` elsewhere. What counts is the smaller
+#   of this infinity and the score. Along a diagonal of the tile the number is the same, so for each limit a thread
+#   computes half as many as it has scores. With both limits a tile takes 706 instructions then, and 574 where one alone
+#   can cut. (`cut_off` in `attention_rows.py`. The backward kernel of one walk, which comes next, still chooses, since
+#   with head dimension 128 it has no registers for these numbers; so do the masks of float32.)
 # - A shape is a power of two, and a head dimension like 80 is none. Its rows lie in shared memory as 128 columns: the
 #   tensor memory accelerator knows where a row of the tensor ends, and fills in zeros. The products leave them out. The
 #   scores are two products, over 64 columns and over 16, added up in the same registers, and the output has two such
