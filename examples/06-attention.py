@@ -724,13 +724,6 @@ except ValueError as error:
 #   computes half as many as it has scores. With both limits a tile takes 706 instructions then, and 574 where one alone
 #   can cut. (`cut_off` in `attention_rows.py`. The backward kernel of one walk, which comes next, still chooses, since
 #   with head dimension 128 it has no registers for these numbers; so do the masks of float32.)
-# - In a narrow window most tiles of 128 :math:`\times` 128 are cut by a mask, and a walk is over after two or three of
-#   them: the program spends its time on masks, and on ending one walk and beginning the next. So where at most 512 keys
-#   are allowed to a query (448 with head dimensions over 64, 192 with those over 128, and not with those over 192), a
-#   program has only 64 queries and one consumer, its tiles have 64 keys, or 32, and two or three programs share a
-#   multiprocessor. With a query's own key and the 128 before it, its three tiles are the diagonal, one without a mask,
-#   and one that the lower limit cuts. While one program ends a walk, another one multiplies. Wider windows keep the
-#   large tiles.
 # - A shape is a power of two, and a head dimension like 80 is none. Its rows lie in shared memory as 128 columns: the
 #   tensor memory accelerator knows where a row of the tensor ends, and fills in zeros. The products leave them out. The
 #   scores are two products, over 64 columns and over 16, added up in the same registers, and the output has two such
@@ -802,20 +795,13 @@ for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
 # into memory costs less than another product.) All additions have a fixed order, in every mode.
 #
 # Shared memory is the other limit. The three parts of 128 rows of 256 columns are 192 KiB, and those of 64 rows to meet
-# them 96 KiB, but it has 227 KiB for both. Therefore rows come by the *piece* of 64 columns. Those that a program owns
-# stay as long as they leave room for three pieces of the other side: in the forward pass with up to 192 columns, in the
-# gradients, most of which own rows of two matrices, with up to 96. (:math:`Q` with up to 64 columns even goes into the
-# forward pass's registers.) Wider ones come again with each tile, out of the L2 cache, next to the rows that they meet.
-# A piece of both is 72 KiB for :math:`6 \cdot 2 \cdot 128 \cdot 64 \cdot 64` operations, 85 for a byte, as many as in a
-# tile of 128 :math:`\times` 256 of page three. What is added up takes a third of that, 24 KiB for as many, and so does
-# what meets rows that stay. Pieces of 32 columns need as many bytes for an operation, but two narrow products in the
-# place of one, and are slower. They serve where half of a piece of 64 would be zeros, and these would cost more: for
-# head dimensions up to 32, and in three parts from 65 to 96.
-#
-# As on page three, a number that is infinite makes NaN of the five smaller products, and a choice puts 0 in its place.
-# If the sixth product began with what that choice leaves, it would have to wait for it, and the matrix unit with it. In
-# the forward pass, with up to 128 columns, there are registers for another sum: all six begin at once, and what the
-# choice leaves is added at the end. (With Triton 3.9, which copies operands to other registers, there are none.)
+# them 96 KiB, but it has 227 KiB for both. Therefore nothing but a *piece* of 64 columns is there at a time: the rows
+# that a program owns come again with each tile, out of the L2 cache, next to the rows that they meet. A piece of both
+# is 72 KiB for :math:`6 \cdot 2 \cdot 128 \cdot 64 \cdot 64` operations, 85 for a byte, as many as in a tile of 128
+# :math:`\times` 256 of page three; what is added up takes a third of that, 24 KiB for as many. Three such steps are
+# under way at a time. Pieces of 32 columns need as many bytes for an operation, but two narrow products in the place of
+# one, and are slower. They serve where half of a piece of 64 would be zeros, and these would cost more: for head
+# dimensions up to 32, and in three parts from 65 to 96.
 #
 # `torch.set_float32_matmul_precision("high")` allows products that are less exact: of TensorFloat-32, whose numbers
 # have 11 bits (10 behind the point, and the one before it), or of two parts of bfloat16, says torch. We take the
@@ -1719,8 +1705,8 @@ prompt_report
 # keep the memory busy. Then, with head dimension 64, it has the sequences that are shorter than 128 without a mask, and
 # with a causal one those of up to 448 (but not from 97 to 128, where one tile of 128 is quicker). It also has sequences
 # whose last tile of 128 rows would be empty by half or more, up to 704 positions with head dimensions up to 64, and up
-# to 320 with head dimensions up to 192 (under a causal mask, up to 128). Under a window it is the window's width that
-# decides, as told further up. `_suits_one_consumer` has the rule, from measurements.
+# to 320 with head dimensions up to 192 (under a causal mask, up to 128). Where there is a window there are two
+# consumers. `_suits_one_consumer` has the rule, from measurements.
 #
 # A short head is soon done, and what comes next should be there by then. Keys and values of the next head come early
 # anyway, since their tiles have two places in shared memory each. With one place for queries, the copy of the next ones

@@ -203,9 +203,7 @@ def test_kernels_for_hopper_of_any_head_dim(head_dims, kwargs, seq_q, seq_k, det
 @pytest.mark.gpu
 @BOTH_WAYS
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(
-    "window", [(0, 3), (1, 0), (63, 0), (64, 64), (200, 0), (129, 300), (400, 250), (None, 5), (300, None)], ids=str
-)
+@pytest.mark.parametrize("window", [(0, 3), (1, 0), (63, 0), (64, 64), (200, 0), (129, 300), (None, 5), (300, None)])
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(100, 700), (700, 700), (513, 450)])
 def test_kernels_for_hopper_of_any_window(head_dim, window, seq_q, seq_k, deterministic, device):
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -215,22 +213,10 @@ def test_kernels_for_hopper_of_any_window(head_dim, window, seq_q, seq_k, determ
 
 
 @pytest.mark.gpu
-def test_narrow_windows_of_more_queries_than_a_schedule_has_tiles_of_64(device):
-    n_queries = 64 * importlib.import_module("triton_gallery.hopper.attention_forward").MAX_TILES.value + 100
-    q, k, v = inputs((1, 2, n_queries, 64), (1, 2, n_queries, 64), torch.float16, device)
-    out = tg.attention(q, k, v, window=(70, 0))
-    for i in (0, n_queries // 2, n_queries - 200):
-        keys = slice(max(0, i - 70), i + 200)
-        few = q[:, :, i : i + 200], k[:, :, keys], v[:, :, keys]
-        expected = tg.attention(*few, window=(70, 0), causal_alignment="bottom-right")
-        torch.testing.assert_close(out[:, :, i : i + 200], expected, rtol=2e-3, atol=1e-3)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     "head_dims", [(64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)], ids=str
 )
-@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window": (100, 7)}, {"window": (460, 200)}], ids=str)
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"window": (100, 7)}], ids=str)
 def test_programs_for_hopper_that_own_several_tiles(head_dims, kwargs, device):
     head_dim, head_dim_v = head_dims
     q, k, v = inputs((2, 20, 1030, head_dim), (2, 20, 1030, head_dim), torch.float16, device, head_dim_v)

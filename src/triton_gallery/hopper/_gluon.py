@@ -68,8 +68,6 @@ _ELEMENTS = {
 }
 _ADD = ir.DESCRIPTOR_REDUCE_KIND.ADD
 _MOVES_CONVERSIONS = gl.constexpr(triton.__version__.startswith("3.8."))
-# Triton 3.9 copies the left operands of products to other registers.
-COPIES_OPERANDS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 
 
 def tma_can_address(x: torch.Tensor) -> bool:

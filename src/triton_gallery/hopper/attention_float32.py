@@ -16,8 +16,8 @@ The last does the work of two with one product less, where dK and dV have few en
 A product of float32 tiles is six of bfloat16, of three parts of each number, as in `triton_gallery._dot`. Where TF32 is
 allowed, it is three of two parts, each of them 8 bits, which are still 5 bits more than TF32 has. Tensors are cut into
 parts beforehand. Three take half as much memory again as the number, and the rows of two tiles of 256 columns would not
-fit into shared memory. So it holds *pieces* of 64 or 32 columns. Own rows stay there if all their pieces leave room for
-those of the other side. Wider ones come again with each tile, from the L2 cache, beside the rows that they meet.
+fit into shared memory. So it holds *pieces* of 64 or 32 columns: own rows come again with each tile, from the L2 cache,
+beside the rows that they meet.
 """
 
 import torch
@@ -25,7 +25,6 @@ import torch
 from .._dot import three_bf16
 from .._launch import cdiv, launch
 from ._gluon import (
-    COPIES_OPERANDS,
     as_matrices,
     async_load,
     descriptor,
@@ -41,8 +40,7 @@ from .attention_forward import LOG2_E
 from .attention_gradients import _bounds, _limits, _tiles_to_walk, heads_of_section, own_tile
 
 OWN_ROWS = gl.constexpr(128)  # of a program; each of two consumers has 64
-ROOM = 222 * 1024  # bytes of shared memory for rows
-MAX_STAGES = 8  # steps whose copies are under way
+STAGES = {2: 4, 3: 3}  # by parts: steps whose copies are under way, of 64 columns; twice as many fit of 32
 # Of dK and dV in one walk, of 64 columns: registers hold some three, but up to here what spills costs less than a walk.
 MAX_PIECES = 3
 MAX_PIECES_OF_BOTH = 5
@@ -132,36 +130,24 @@ def _load_pieces(
 
 
 @gluon.jit
-def _load_own(desc, smem, barrier, batch, head, row, FIRST: gl.constexpr, PIECES: gl.constexpr, PARTS: gl.constexpr):
-    """Copies all pieces of own rows, to stay; the first piece to the FIRST place."""
-    mbarrier.expect(barrier, PIECES * PARTS * desc.block_type.nbytes)
-    for i in gl.static_range(PIECES):
-        for part in gl.static_range(PARTS):
-            place = (FIRST + i) * PARTS + part
-            async_load(desc, [part, batch, head, row, i * desc.block_type.shape[4]], barrier, smem.index(place))
-
-
-@gluon.jit
 def _producer(
-    x_desc, y_desc, dx_desc, dy_desc, z_desc, own_smem, walked_smem, own_full, full, empty, n_tiles, n_own, n_walked,
-    n_heads, n_walked_heads, heads_per_section, lower, upper,
-    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, PARTS: gl.constexpr, OWN_STAYS: gl.constexpr,
-    HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
+    x_desc, y_desc, dx_desc, dy_desc, z_desc, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_heads,
+    n_walked_heads, heads_per_section, lower, upper,
+    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, PARTS: gl.constexpr, HAS_LOWER: gl.constexpr,
+    HAS_UPPER: gl.constexpr,
 ):  # fmt: skip
     row, head, met, begin, end, n_met = _walk(
         n_tiles, n_own, n_walked, n_heads, n_walked_heads, heads_per_section, lower, upper, RESULT, HAS_LOWER, HAS_UPPER
     )
     batch = head // n_heads
     own_head = head % n_heads
-    if OWN_STAYS:
-        _load_own(x_desc, own_smem, own_full.index(0), batch, own_head, row, 0, PIECES, PARTS)
     step = 0
     for n in range(n_met * (end - begin)):
         i, n_behind = _tile_of(n, begin, end, RESULT)
         walked_head = met + n_behind
         step = _load_pieces(
-            None if OWN_STAYS else x_desc, y_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row,
-            walked_head, i * 64, PIECES, PARTS,
+            x_desc, y_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
+            PIECES, PARTS,
         )  # fmt: skip
         if RESULT == "dkdv":
             step = _load_pieces(
@@ -169,12 +155,9 @@ def _producer(
                 PIECES_V, PARTS,
             )  # fmt: skip
         if _needs_dp(RESULT):
-            if OWN_STAYS:
-                if n == 0:
-                    _load_own(dx_desc, own_smem, own_full.index(1), batch, own_head, row, PIECES, PIECES_V, PARTS)
             step = _load_pieces(
-                None if OWN_STAYS else dx_desc, dy_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row,
-                walked_head, i * 64, PIECES_V, PARTS,
+                dx_desc, dy_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
+                PIECES_V, PARTS,
             )  # fmt: skip
         step = _load_pieces(
             None, z_desc, own_smem, walked_smem, full, empty, step, batch, own_head, row, walked_head, i * 64,
@@ -199,13 +182,12 @@ def _operand(x, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def _parts_of(smem, place, consumer, PARTS: gl.constexpr):
-    """The parts of 64 rows of a piece, matrices in shared memory; of 128 rows, those of a consumer."""
+def _parts_of(smem, stage, consumer, APART: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """The parts of 64 rows of a piece: matrices in shared memory, APART of them apart, the consumer's one first."""
     PIECE: gl.constexpr = smem.shape[5]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, PIECE], gl.bfloat16)
-    APART: gl.constexpr = smem.shape[4] // 64
-    matrices = as_matrices(smem, smem.shape[0] * APART, 64, PIECE, LAYOUT)
-    first = place * PARTS * APART + consumer
+    matrices = as_matrices(smem, STAGES * PARTS * APART, 64, PIECE, LAYOUT)
+    first = stage * PARTS * APART + consumer
     if PARTS == 3:
         parts = matrices.index(first), matrices.index(first + APART), matrices.index(first + 2 * APART)
     else:
@@ -214,22 +196,10 @@ def _parts_of(smem, place, consumer, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _loaded(parts):
-    """Parts of own rows in registers, as left operands of the scores."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    if len(parts) == 3:
-        loaded = parts[0].load(LAYOUT), parts[1].load(LAYOUT), parts[2].load(LAYOUT)
-    else:
-        loaded = parts[0].load(LAYOUT), parts[1].load(LAYOUT)
-    return loaded
-
-
-@gluon.jit
-def _product(a, b, PRODUCT: gl.constexpr, KEEP_INFINITY: gl.constexpr, TWO_SUMS: gl.constexpr):
+def _product(a, b, PRODUCT: gl.constexpr, KEEP_INFINITY: gl.constexpr):
     """a @ b of tiles in parts, added up as `triton_gallery._dot.dot` does: six products of three parts, three of two.
 
     Without KEEP_INFINITY, NaN may come of an infinite number: for what such a number makes NaN in another place.
-    With TWO_SUMS, the product of the first parts has a sum of its own and need not wait for the others.
     """
     N_COLUMNS: gl.constexpr = b[0].shape[1]
     zeros = gl.zeros([64, N_COLUMNS], gl.float32, PRODUCT)
@@ -241,49 +211,36 @@ def _product(a, b, PRODUCT: gl.constexpr, KEEP_INFINITY: gl.constexpr, TWO_SUMS:
     else:
         token = warpgroup_mma(a[1], b[0], zeros, use_acc=False, is_async=True)
     token = warpgroup_mma(a[0], b[1], token, is_async=True)
-    if KEEP_INFINITY and TWO_SUMS:
-        first = warpgroup_mma(a[0], b[0], zeros, use_acc=False, is_async=True)
-        rest, first = warpgroup_mma_wait(0, deps=(token, first))
-        product = first + gl.where(rest == rest, rest, 0.0)
-    else:
-        if KEEP_INFINITY:
-            rest = warpgroup_mma_wait(0, deps=(token,))
-            token = gl.where(rest == rest, rest, 0.0)
-        product = warpgroup_mma_wait(0, deps=(warpgroup_mma(a[0], b[0], token, is_async=True),))
-    return product
+    if KEEP_INFINITY:
+        rest = warpgroup_mma_wait(0, deps=(token,))
+        token = gl.where(rest == rest, rest, 0.0)
+    return warpgroup_mma_wait(0, deps=(warpgroup_mma(a[0], b[0], token, is_async=True),))
 
 
 @gluon.jit
 def _scores(
-    own, own_smem, walked_smem, full, empty, step, FIRST: gl.constexpr, PIECES: gl.constexpr, PARTS: gl.constexpr,
-    OWN_STAYS: gl.constexpr, KEEP_INFINITY: gl.constexpr, TWO_SUMS: gl.constexpr, CONSUMER: gl.constexpr,
+    own_smem, walked_smem, full, empty, step,
+    PIECES: gl.constexpr, PARTS: gl.constexpr, KEEP_INFINITY: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """The products of this consumer's rows with those of a tile, over all columns, and the next step.
-
-    Its rows are `own`, in registers, or begin at the FIRST place, where they stay, or come in the same steps.
-    """
+    """The products of this consumer's rows with those of a tile, over all columns, and the next step."""
     STAGES: gl.constexpr = full.shape[0]
     s = gl.zeros([64, 64], gl.float32, SCORES)
-    for i in range(PIECES):
+    for _ in range(PIECES):
         stage = step % STAGES
-        # Opaque, so that each step computes its addresses: kept in registers they would push other values out.
-        x = _parts_of(own_smem, opaque(FIRST + i) if OWN_STAYS else stage, CONSUMER, PARTS) if own is None else own
-        y = _parts_of(walked_smem, stage, 0, PARTS)
+        x = _parts_of(own_smem, stage, CONSUMER, 2, PARTS, STAGES)
+        y = _parts_of(walked_smem, stage, 0, 1, PARTS, STAGES)
         y_transposed = (y[0].permute((1, 0)), y[1].permute((1, 0)))
         if PARTS == 3:
             y_transposed = y_transposed + (y[2].permute((1, 0)),)  # noqa: RUF005
         mbarrier.wait(full.index(stage), phase(step, STAGES))
-        s += _product(x, y_transposed, SCORES, KEEP_INFINITY, TWO_SUMS)
+        s += _product(x, y_transposed, SCORES, KEEP_INFINITY)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     return s, step
 
 
 @gluon.jit
-def _add_products(
-    sums, factor, p, walked_smem, full, empty, step,
-    PARTS: gl.constexpr, KEEP_INFINITY: gl.constexpr, TWO_SUMS: gl.constexpr,
-):  # fmt: skip
+def _add_products(sums, factor, p, walked_smem, full, empty, step, PARTS: gl.constexpr, KEEP_INFINITY: gl.constexpr):
     """sums * factor + p @ z, of a piece of z a step, and the next step; a factor of None is 1."""
     STAGES: gl.constexpr = full.shape[0]
     SUMS: gl.constexpr = _sums_of(walked_smem.shape[5])
@@ -299,7 +256,7 @@ def _add_products(
         # Opaque, so that each step computes its addresses: kept in registers they would push other values out.
         stage = opaque(step % STAGES)
         mbarrier.wait(full.index(stage), phase(step, STAGES))
-        product = _product(operands, _parts_of(walked_smem, stage, 0, PARTS), SUMS, KEEP_INFINITY, TWO_SUMS)
+        product = _product(operands, _parts_of(walked_smem, stage, 0, 1, PARTS, STAGES), SUMS, KEEP_INFINITY)
         mbarrier.arrive(empty.index(stage), count=1)
         scaled = sums[i] if factor is None else sums[i] * factor
         added = added + (_here(scaled + product),)  # noqa: RUF005
@@ -344,11 +301,10 @@ def _cut_off(x, other, row, col, n_walked, lower, upper, HAS_LIMIT: gl.constexpr
 
 @gluon.jit
 def _consumer(
-    out_ptr, dv_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, own_full, full, empty, n_tiles, n_own, n_walked,
-    n_padded, n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, dv_strides, scale, scale_log2,
-    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, PARTS: gl.constexpr, OWN_STAYS: gl.constexpr,
-    N_COLUMNS: gl.constexpr, N_COLUMNS_V: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    out_ptr, dv_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked, n_padded,
+    n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, dv_strides, scale, scale_log2,
+    RESULT: gl.constexpr, PIECES: gl.constexpr, PIECES_V: gl.constexpr, PARTS: gl.constexpr, N_COLUMNS: gl.constexpr,
+    N_COLUMNS_V: gl.constexpr, HAS_LOWER: gl.constexpr, HAS_UPPER: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Owns 64 rows of the result: keeps their sums in registers while the tiles of the other side pass by."""
     row, head, met, begin, end, n_met = _walk(
@@ -362,16 +318,6 @@ def _consumer(
     HAS_LIMIT: gl.constexpr = HAS_LOWER or HAS_UPPER
 
     PIECE: gl.constexpr = walked_smem.shape[5]
-    # Measured: two sums gain up to 5 % in the forward, and cost the gradients as much. Own rows in registers gain 2 %.
-    # Where the output is wide, or Triton copies operands, there are no registers for them.
-    TWO_SUMS: gl.constexpr = RESULT == "out" and PIECES_V * PIECE <= 128 and not COPIES_OPERANDS
-    OWN_IN_REGISTERS: gl.constexpr = TWO_SUMS and OWN_STAYS and PIECES == 1
-    own = None
-    if OWN_STAYS:
-        mbarrier.wait(own_full.index(0), 0)
-    if OWN_IN_REGISTERS:
-        own = _loaded(_parts_of(own_smem, 0, CONSUMER, PARTS))
-
     sums = _zero_sums(PIECES if NEEDS_DP else PIECES_V, PIECE)
     dv_sums = _zero_sums(PIECES_V, PIECE)
     if RESULT == "out":
@@ -384,10 +330,7 @@ def _consumer(
     for n in range(n_met * (end - begin)):
         i, n_behind = _tile_of(n, begin, end, RESULT)
         is_cut = (i < full_begin) | (i >= full_end)
-        s, step = _scores(
-            own, own_smem, walked_smem, full, empty, step, 0, PIECES, PARTS, OWN_STAYS, RESULT != "dq", TWO_SUMS,
-            CONSUMER,
-        )  # fmt: skip
+        s, step = _scores(own_smem, walked_smem, full, empty, step, PIECES, PARTS, RESULT != "dq", CONSUMER)
         if RESULT == "out":
             if is_cut:
                 s = _cut_off(s, float("-inf"), row, i * 64, n_walked, lower, upper, HAS_LIMIT)
@@ -397,7 +340,7 @@ def _consumer(
             rescale = gl.exp2((row_max - new_max) * scale_log2)
             row_sum = row_sum * rescale + gl.sum(p, 1)
             row_max = new_max
-            sums, step = _add_products(sums, rescale, p, walked_smem, full, empty, step, PARTS, True, TWO_SUMS)
+            sums, step = _add_products(sums, rescale, p, walked_smem, full, empty, step, PARTS, True)
         else:
             if not _owns_queries(RESULT):
                 walked_head = head // n_heads * n_walked_heads + met + n_behind
@@ -409,18 +352,13 @@ def _consumer(
                 # What is cut off may be NaN.
                 p = _cut_off(p, 0.0, row, i * 64, n_walked, lower, upper, HAS_LIMIT)
             if RESULT == "dkdv":
-                dv_sums, step = _add_products(dv_sums, None, p, walked_smem, full, empty, step, PARTS, True, TWO_SUMS)
+                dv_sums, step = _add_products(dv_sums, None, p, walked_smem, full, empty, step, PARTS, True)
             if NEEDS_DP:
-                if OWN_STAYS:
-                    mbarrier.wait(own_full.index(1), 0)
-                dp, step = _scores(
-                    None, own_smem, walked_smem, full, empty, step, PIECES, PIECES_V, PARTS, OWN_STAYS, False, TWO_SUMS,
-                    CONSUMER,
-                )  # fmt: skip
+                dp, step = _scores(own_smem, walked_smem, full, empty, step, PIECES_V, PARTS, False, CONSUMER)
                 if not _owns_queries(RESULT):
                     delta = gl.load(delta_ptr + tile_stats + gl.arange(0, 64, COLUMNS))[None, :]
                 p *= dp - delta
-            sums, step = _add_products(sums, None, p, walked_smem, full, empty, step, PARTS, not NEEDS_DP, TWO_SUMS)
+            sums, step = _add_products(sums, None, p, walked_smem, full, empty, step, PARTS, not NEEDS_DP)
 
     if RESULT == "out":
         is_empty = row_sum == 0.0
@@ -473,40 +411,32 @@ def _attention_float32_hopper_kernel(
     N_COLUMNS: gl.constexpr,
     N_COLUMNS_V: gl.constexpr,
     STAGES: gl.constexpr,
-    OWN_STAYS: gl.constexpr,  # in shared memory there is room for all pieces of own rows
     HAS_LOWER: gl.constexpr,
     HAS_UPPER: gl.constexpr,
 ):
     """A program owns 128 rows of the result; row i meets the rows from i + lower to i + upper of the other side."""
-    ALL_PIECES: gl.constexpr = PIECES + (PIECES_V if _needs_dp(RESULT) else 0)
-    OWN_PLACES: gl.constexpr = PARTS * (ALL_PIECES if OWN_STAYS else STAGES)
-    own_smem = gl.allocate_shared_memory(gl.bfloat16, [OWN_PLACES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
+    own_smem = gl.allocate_shared_memory(gl.bfloat16, [PARTS * STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
     walked_smem = gl.allocate_shared_memory(gl.bfloat16, [PARTS * STAGES] + y_desc.block_type.shape, y_desc.layout)  # noqa: RUF005
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(2):
-        mbarrier.init(own_full.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     # fmt: off
     gl.warp_specialize([
         (_producer, (
-            x_desc, y_desc, dx_desc, dy_desc, z_desc, own_smem, walked_smem, own_full, full, empty, n_tiles, n_own,
-            n_walked, n_heads, n_walked_heads, heads_per_section, lower, upper, RESULT, PIECES, PIECES_V, PARTS,
-            OWN_STAYS, HAS_LOWER, HAS_UPPER)),
+            x_desc, y_desc, dx_desc, dy_desc, z_desc, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked,
+            n_heads, n_walked_heads, heads_per_section, lower, upper, RESULT, PIECES, PIECES_V, PARTS,
+            HAS_LOWER, HAS_UPPER)),
         (_consumer, (
-            out_ptr, dv_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, own_full, full, empty, n_tiles, n_own,
-            n_walked, n_padded, n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, dv_strides,
-            scale, scale_log2, RESULT, PIECES, PIECES_V, PARTS, OWN_STAYS, N_COLUMNS, N_COLUMNS_V, HAS_LOWER,
-            HAS_UPPER, 0)),
+            out_ptr, dv_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked,
+            n_padded, n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, dv_strides, scale,
+            scale_log2, RESULT, PIECES, PIECES_V, PARTS, N_COLUMNS, N_COLUMNS_V, HAS_LOWER, HAS_UPPER, 0)),
         (_consumer, (
-            out_ptr, dv_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, own_full, full, empty, n_tiles, n_own,
-            n_walked, n_padded, n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, dv_strides,
-            scale, scale_log2, RESULT, PIECES, PIECES_V, PARTS, OWN_STAYS, N_COLUMNS, N_COLUMNS_V, HAS_LOWER,
-            HAS_UPPER, 1)),
+            out_ptr, dv_ptr, lse_ptr, delta_ptr, own_smem, walked_smem, full, empty, n_tiles, n_own, n_walked,
+            n_padded, n_heads, n_walked_heads, heads_per_section, lower, upper, out_strides, dv_strides, scale,
+            scale_log2, RESULT, PIECES, PIECES_V, PARTS, N_COLUMNS, N_COLUMNS_V, HAS_LOWER, HAS_UPPER, 1)),
     ], [4, 4], [240, 240])
     # fmt: on
 
@@ -579,11 +509,6 @@ def _fill(
     # Pieces of 64 columns are faster, but where half of the only one is zeros, or in three parts half of the second.
     piece = 32 if widest <= 32 or (64 < widest <= 96 and n_parts == 3) else 64
     tiles = [descriptor(x, [1, 1, 1, n, piece]) for pair in pairs for x, n in zip(pair, rows, strict=True)]
-    pieces, pieces_v = cdiv(head_dim, piece), cdiv(head_dim_v, piece)
-    own_bytes, walked_bytes = (2 * n_parts * n * piece for n in rows)
-    all_own_bytes = own_bytes * (pieces + (pieces_v if _needs_dp(result) else 0))
-    own_stays = all_own_bytes + 3 * walked_bytes <= ROOM
-    stages = (ROOM - all_own_bytes) // walked_bytes if own_stays else ROOM // (own_bytes + walked_bytes)
     n_tiles = cdiv(n_own, OWN_ROWS.value)
     row_bytes = 2 * n_parts * (head_dim + head_dim_v)
     launch(
@@ -594,7 +519,8 @@ def _fill(
         heads_of_section(batch * n_heads, max(1, n_walked_heads // n_heads), n_walked * row_bytes),
         *_limits(lower, upper, n_own, n_walked), out.stride(), (out if dv is None else dv).stride(),
         scale, scale * LOG2_E,
-        RESULT=result, PIECES=pieces, PIECES_V=pieces_v, PARTS=n_parts, N_COLUMNS=n_columns, N_COLUMNS_V=head_dim_v,
-        STAGES=min(stages, MAX_STAGES), OWN_STAYS=own_stays, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None,
+        RESULT=result, PIECES=cdiv(head_dim, piece), PIECES_V=cdiv(head_dim_v, piece), PARTS=n_parts,
+        N_COLUMNS=n_columns, N_COLUMNS_V=head_dim_v, STAGES=STAGES[n_parts] * 64 // piece,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None,
         num_warps=4,
     )  # fmt: skip

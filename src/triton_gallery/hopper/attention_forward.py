@@ -97,24 +97,14 @@ def _programs_per_sm(q, v):
     return 3 if width == 64 else 2 if width <= 192 else 1
 
 
-def _suits_one_consumer(q, v, lower, upper):
+def _suits_one_consumer(q, v, is_causal):
     """Whether programs of 64 queries, several on each multiprocessor, are quicker than those of 128 or more.
 
     They are for few queries, and for somewhat more where the last tile of 128 would be half empty. At head_dim 64, of
     few keys, they are also where the causal mask or the end of the only tile leaves less to multiply.
-
-    In a narrow band they are for any number of queries: 64 of them meet fewer keys that some may not see, and while one
-    program begins or ends its short walk, another multiplies.
     """
     seq_q, seq_kv, width = q.shape[2], v.shape[2], max(row_width(q), row_width(v))
-    if width > 192:
-        return False
-    if lower is not None and upper is not None:
-        most = 512 if width == 64 else 448 if width <= 128 else 192
-        return upper - lower < most and seq_q <= MAX_TILES.value * CONSUMER_ROWS
-    is_causal = lower is None and upper == 0
-    is_band = not is_causal and not (lower is None and upper is None)
-    if is_band or (width > 128 and is_causal) or not keeps_memory_busy(q, v):
+    if width > 192 or (width > 128 and is_causal) or not keeps_memory_busy(q, v):
         return False
     suits = 0 < seq_q % 128 <= 64 and seq_q <= (704 if width == 64 else 320)
     if width == 64 and max(seq_q, seq_kv) <= 448:
@@ -419,10 +409,7 @@ def _fwd_consumer(
         if IS_CAUSAL:
             s = masked(s, row, col, lower, 0, False, True)
         if IS_BAND:
-            last_row = gl.minimum(row + BLOCK_M, seq_q) - 1
-            s = masked(s, row, col, lower, upper, False, True)
-            if col < last_row + lower:
-                s = masked(s, row, col, lower, upper, True, False)
+            s = masked(s, row, col, lower, upper, True, True)
         if not EVEN_KV:
             s = cut_off(s, seq_kv - 1 - col - gl.arange(0, FIRST_N, gl.SliceLayout(0, FIRST_LAYOUT))[None, :])
         # Finite, so that -inf - (-inf) makes no NaN: a query may meet its first key, or its first score that is finite,
@@ -461,6 +448,7 @@ def _fwd_consumer(
                 # Backwards: tiles that the upper limit cuts (in a narrow band the lower one, too), whole tiles, and
                 # those that the lower limit cuts.
                 full_end = gl.maximum(gl.minimum((row + upper + 1) // BLOCK_N, end - 1), begin)
+                last_row = gl.minimum(row + BLOCK_M, seq_q) - 1
                 full_begin = gl.minimum(gl.cdiv(gl.maximum(last_row + lower, 0), BLOCK_N), full_end)
                 full_begin = gl.maximum(full_begin, begin)
                 for kv_tile in range(end - 1, full_end, -1):
@@ -699,16 +687,16 @@ def forward(
     n_consumers = 3 if width == width_v == 64 and even_kv and not is_band and fits_three else 2
     registers = 240 if n_consumers == 2 else 160
     n_programs, options = num_multiprocessors(q.device), {}
-    if _suits_one_consumer(q, v, lower, upper):
+    if not is_band and _suits_one_consumer(q, v, is_causal):
         n_consumers, per_sm = 1, _programs_per_sm(q, v)
         n_programs *= per_sm
         registers, options = {2: (200, {"maxnreg": 128}), 3: (136, {"maxnreg": 80})}[per_sm]
         block_n = 32 if max(width, width_v) > 128 or seq_kv <= 32 else 64
         even_kv = False  # one compiled kernel for all lengths
-    # The next tile's queries arrive while this one's are at work, where there is room. (Neither a band's masks of 128
-    # keys nor three consumers leave registers for their addresses: with many keys, this costs more than it saves.)
+    # The next tile's queries arrive while this one's are at work, where there is room. (Neither the masks of a band nor
+    # three consumers leave registers for their addresses: where they meet many keys, this costs more than it saves.)
     no_room = max(width, width_v) > 192 or (width > 128 and (block_n == 128 or not out_in_q))
-    no_registers = (is_band and n_consumers == 2) or (n_consumers == 3 and not is_causal and seq_kv > 1024)
+    no_registers = is_band or (n_consumers == 3 and not is_causal and seq_kv > 1024)
     q_stages = 1 if no_room or no_registers else 2
     rows = n_consumers * CONSUMER_ROWS
     n_splits = 1
