@@ -11,11 +11,11 @@ VENV ?= .venv
 PYTHON ?= python3
 $(if $(word 2,$(VENV)),$(error VENV must be a path without spaces, got $(VENV)))
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
-# What a command waits for: an installed .venv, or else a look at what the given environment lacks
+# What every command waits for, before a look at what the environment lacks
 INSTALLED := $(if $(filter .venv,$(VENV)),.venv/installed)
 
 # Absolute, because pages run in a folder of their own.
-export PYTHONPATH := $(CURDIR)/src
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 export MPLBACKEND := agg
 export GALLERY_COMMAND := make $(MAKECMDGOALS)$(if $(PAGE), PAGE=$(PAGE))
 
@@ -43,18 +43,18 @@ WORKERS ?= 2
 help:  ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-html: $(or $(INSTALLED),check-site)  ## Execute the pages that changed and build the site into build/html
+html: check-site  ## Execute the pages that changed and build the site into build/html
 	@rm -f $(WHOLE)
 	$(SPHINX) docs build/html
 	@touch $(WHOLE)
 
-html-fast: $(WRONG_PAGE) $(or $(INSTALLED),check-site)  ## Build the site without executing the gallery's pages (the guide's code runs); with PAGE=..., execute that one
+html-fast: $(WRONG_PAGE) check-site  ## Build the site without executing the gallery's pages (the guide's code runs); with PAGE=..., execute that one
 	@rm -f $(WHOLE)
 	$(DRAFT) $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) docs build/html
 
 page: $(if $(PAGE),html-fast,page-is-missing)  ## Build the site and execute one page: make page PAGE=02-fused-softmax
 
-serve: $(WRONG_PAGE) $(or $(INSTALLED),check-serve)  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
+serve: $(WRONG_PAGE) check-serve  ## Build the site, serve it at http://localhost:8000 and follow every change; PAGE=... as above
 	@rm -f $(WHOLE)
 	$(subst -m sphinx,-m sphinx_autobuild,$(DRAFT)) -A live=1 $(if $(PAGE),-D sphinx_gallery_conf.filename_pattern=/$(PAGE),-D plot_gallery=0) \
 	  --watch examples --watch src --ignore "*/_generated/*" --ignore "*/tutorials/*" --ignore "*/python-api/generated/*" \
@@ -66,24 +66,24 @@ publish: can-publish html  ## Add the site to the versions in DEST=build/site as
 # Each of the processes has a core. More threads would wait for one another.
 test fuzz test-triton evidence: export OMP_NUM_THREADS := 1
 
-test: $(or $(INSTALLED),check-tests)  ## Run the tests
+test: check-tests  ## Run the tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" --ignore tests/site
 
 # A browser on a busy machine may miss a deadline. What fails twice is a fault.
-test-site: site-is-built $(or $(INSTALLED),check-tests)  ## Test the site that `make html` built, in a browser
+test-site: site-is-built check-tests  ## Test the site that `make html` built, in a browser
 	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow" tests/site || $(PY) -m pytest -m "not slow" --last-failed tests/site
 
-audit: site-is-built $(or $(INSTALLED),check-tests)  ## Rate the built site with Lighthouse, on a machine that does nothing else, and compare it with a second build
+audit: site-is-built check-tests  ## Rate the built site with Lighthouse, on a machine that does nothing else, and compare it with a second build
 	$(PY) -m pytest -n 0 -m slow -s tests/site
 
-fuzz: $(or $(INSTALLED),check-tests)  ## Test on some thousand inputs that hypothesis makes up anew, and run what else takes long
+fuzz: check-tests  ## Test on some thousand inputs that hypothesis makes up anew, and run what else takes long
 	$(PY) -m pytest -n $(MORE_WORKERS) --dist loadgroup -m slow --ignore tests/site
 
-test-triton: $(if $(TRITON),,triton-is-missing) $(or $(INSTALLED),check-tests)  ## Compile every kernel with another Triton: make test-triton TRITON=3.9.0
+test-triton: $(if $(TRITON),,triton-is-missing) check-tests  ## Compile every kernel with another Triton: make test-triton TRITON=3.9.0
 	$(PY) -m pip install --quiet --no-deps --target build/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH="$(CURDIR)/build/triton-$(TRITON):$(PYTHONPATH)" $(PY) -m pytest -n $(MORE_WORKERS) --dist loadgroup tests/test_compilation.py
 
-evidence: $(INSTALLED) check-gpu check-tests  ## Test on a GPU, with compute-sanitizer too, and write the tables to tests/records
+evidence: check-gpu check-tests  ## Test on a GPU, with compute-sanitizer too, and write the tables to tests/records
 	@command -v compute-sanitizer >/dev/null || \
 	  { echo "make evidence: compute-sanitizer, of NVIDIA's CUDA toolkit, is not in the PATH" >&2; exit 1; }
 	rm -rf build/evidence && mkdir -p build/evidence
@@ -95,7 +95,7 @@ evidence: $(INSTALLED) check-gpu check-tests  ## Test on a GPU, with compute-san
 	    --show-backtrace no --print-limit 0 $(PY) tests/every_kernel.py >build/evidence/$$tool.log 2>&1 & done; wait
 	$(PY) tests/evidence.py build/evidence tests/records
 
-lint: $(or $(INSTALLED),check-lint)  ## Check style, and the generated pages for names that nothing defines
+lint: check-lint  ## Check style, and the generated pages for names that nothing defines
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) docs/_ext/gallery.py --all build/lint --keep-references
@@ -103,17 +103,17 @@ lint: $(or $(INSTALLED),check-lint)  ## Check style, and the generated pages for
 	$(if $(VENV),$(VENV)/bin/)zizmor --offline --quiet .github
 	$(PY) -m sphinxlint -i docs/_generated -i docs/getting-started/tutorials -i docs/python-api/generated docs examples README.md
 
-bench: $(WRONG_MEASURE) $(INSTALLED) check-gpu  ## Measure on a GPU into build/records; PAGE=... measures one page
+bench: $(WRONG_MEASURE) check-gpu  ## Measure on a GPU into build/records; PAGE=... measures one page
 	$(call measure,build/records)
 
-record: $(WRONG_MEASURE) $(INSTALLED) check-gpu  ## Measure on a GPU and rewrite the records that the package ships
+record: $(WRONG_MEASURE) check-gpu  ## Measure on a GPU and rewrite the records that the package ships
 	$(call measure,src/triton_gallery/records)
 	$(PY) docs/_ext/gallery.py --picture docs/_static/attention.svg
 
-outdated: $(or $(INSTALLED),check-outdated)  ## List the records whose kernels, launch or benchmark changed, and the commands that measure them anew
+outdated: check-outdated  ## List the records whose kernels, launch or benchmark changed, and the commands that measure them anew
 	@$(PY) docs/_ext/gallery.py --outdated
 
-linkcheck: $(or $(INSTALLED),check-site)  ## Check that external links answer
+linkcheck: check-site  ## Check that external links answer
 	$(DRAFT) -b linkcheck -D plot_gallery=0 docs build/linkcheck
 
 clean:  ## Remove everything that was built; .venv stays, and so do the versions in build/site
@@ -134,7 +134,7 @@ check-site check-serve check-tests check-lint check-outdated check-gpu: $(INSTAL
 	@$(PY) docs/_ext/preflight.py $(@:check-%=%)
 
 # Before the minutes that a build takes.
-can-publish: $(or $(INSTALLED),check-site)
+can-publish: check-site
 	@$(PUBLISH) --check
 
 site-is-built:
@@ -147,8 +147,9 @@ triton-is-missing:
 	@echo "make: name the version, such as make test-triton TRITON=3.9.0" >&2; exit 1
 
 # A constraint with a hash makes pip refuse every file without one, and a checkout has none. So there are steps: a pip that
-# knows such constraints, what builds the package, the package, torch without CUDA where pip is told where to find it (as
-# in CI; among files with a hash pip itself would take the larger), and what the package's extras ask for.
+# knows such constraints, what builds the package, the package, torch without CUDA where pip is told where to find it and
+# there is no NVIDIA driver (as in CI; among files with a hash pip itself would take the larger), and what the package's
+# extras ask for.
 # Python compiles what it imports, of torch a small part, unless it may not keep that; pip compiles everything.
 .venv/installed: PIP = .venv/bin/python -m pip install $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 .venv/installed: TORCH_CPU = $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' constraints.txt)
@@ -159,7 +160,7 @@ triton-is-missing:
 	@{ sed -n '/^pip==/,/[^\\]$$/p' constraints.txt >.venv/pip.txt && $(PIP) --requirement .venv/pip.txt && \
 	  $(PIP) --constraint constraints.txt hatchling editables && \
 	  $(PIP) --no-deps --no-build-isolation --editable . && \
-	  { $(PIP) --constraint constraints.txt $(TORCH_CPU) || test -z "$$PIP_EXTRA_INDEX_URL" || \
+	  { command -v nvidia-smi || $(PIP) --constraint constraints.txt $(TORCH_CPU) || test -z "$$PIP_EXTRA_INDEX_URL" || \
 	    echo "No torch without CUDA has its hash in constraints.txt for this Python; the larger one is installed." >&3; } && \
 	  $(PIP) --constraint constraints.txt "triton-gallery[test,serve,lint]"; } 3>&2 >.venv/pip.log 2>&1 || \
 	  { grep ERROR .venv/pip.log | tail -n 1; \

@@ -240,9 +240,9 @@ print(f"{triton.cdiv(len(x), 1024)} programs; the last one owns {len(x) % 1024} 
 # Our launcher trusts its caller: equal shapes, equal dtypes, *contiguous* memory (row after row, without gaps), and
 # tensors on the current device. (A launch goes to that one even where its tensors are on another. `with
 # torch.cuda.device(x.device):` makes theirs the current one.) `triton_gallery.add` trusts nobody. As `torch.add` it
-# takes two tensors, or a tensor and a number; it promotes dtypes (takes one that holds the numbers of both), broadcasts
-# (repeats a row or a column for all), scales by `alpha`, has gradients, and refuses the rest in words. Where both
-# tensors have the same shape and dtype, fill their memory without gaps and in the same order, and `alpha` is 1, it
+# takes two tensors, or a tensor and a number; it promotes dtypes (takes the one that torch's rules give for both),
+# broadcasts (repeats a row or a column for all), scales by `alpha`, has gradients, and refuses the rest in words. Where
+# both tensors have the same shape and dtype, fill their memory without gaps and in the same order, and `alpha` is 1, it
 # launches the kernel above, or a variant of it for lengths that are no multiple of 16 (but neither for bool). Otherwise
 # one of two others converts, scales, and works out the address of each element from the *strides*, which say how far
 # apart neighbours along each dimension lie; a section below is about them. (A large tensor of many short dimensions is
@@ -357,7 +357,9 @@ report
 # `cols` is a block of 1 × BLOCK_0 numbers and `rows` one of BLOCK_1 × 1: `[None, :]` and `[:, None]` add a dimension,
 # as in NumPy, and their sum has BLOCK_1 × BLOCK_0 numbers. `tl.static_range` is a loop that the compiler writes out.
 # `rest` is the tile's number without its first two dimensions: `%` gives the next index, and `//` what is left.
-# `ptr.dtype.element_ty` is the dtype of what a pointer points to.
+# `ptr.dtype.element_ty` is the dtype of what a pointer points to. `COMPUTE_DTYPE` is the dtype that is computed in, at
+# least float32 or int64, and `INDEX_DTYPE` that of indices, 32 bits where they suffice. `alpha_ptr` is None where alpha
+# is 1; the compiler knows that, and leaves the product out.
 #
 # One of a tile's dimensions is that of the sum's neighbours. The other is that of the neighbours in :math:`x` or
 # :math:`y`, if they are elsewhere and both dimensions have 32 elements or more, and otherwise the longest that is left.
@@ -367,10 +369,11 @@ report
 #
 # Tiles have one weakness. Of rows of 8191 numbers in float16, which have two bytes each, one in eight begins at a
 # multiple of 16 bytes. The compiler cannot count on that, and a tile of such rows moves number by number. Where one
-# tensor lies as the sum does, and the other has a row or a column for all, we go back to blocks that walk along the
-# sum's memory, whichever rows they are in. As no block is longer than a row, it reaches into two rows at most, and one
-# comparison tells which. (`start` is the program's first element, counted in the order of the sum's memory. `IS_DENSE`
-# says that this tensor lies as the sum does.)
+# tensor lies as the sum does, and the other has its neighbours along the rows as well (a slice of a wider matrix, or
+# one row for all) or one number for a row, we go back to blocks that walk along the sum's memory, whichever rows they
+# are in. As no block is longer than a row, it reaches into two rows at most, and one comparison tells which. (`start`
+# is the program's first element, counted in the order of the sum's memory. `IS_DENSE` says that this tensor lies as the
+# sum does.)
 
 # quote: triton_gallery.vector_add._load_row_by_row
 
@@ -453,13 +456,13 @@ report_layouts
 # .. math:: \text{rate} = \frac{\text{bytes under way}}{\text{time of one trip}}
 #
 # This is *Little's law*, known from queues. A trip to memory takes hundreds of clock cycles, however little it brings.
-# In that time the memory of an H200 could move about 2 MiB. Two thirds of what an addition moves are loads, and nobody
-# waits for stores. So a kernel that wants all of the bandwidth has to have about 1.4 MiB of loads under way, at all
-# times, and more, since a trip takes longer when memory is busy.
+# In that time, which we read off the loop below, the memory of an H200 could move about 2 MiB. Two thirds of what an
+# addition moves are loads, and nobody waits for stores. So a kernel that wants all of the bandwidth has to have about
+# 1.4 MiB of loads under way, at all times, and more, since a trip takes longer when memory is busy.
 #
-# - *One program, one block*: the first kernel of this page, with a block as long as the vector. The block has to fit
-#   into registers. Each of the program's 128 threads has at most 255 of them: room for 8192 numbers of `x` and as many
-#   of `y`, and not for twice that.
+# - *One program, one block*: the library's kernel in a single program, with a block as long as the vector. The block
+#   has to fit into registers. Each of the program's 128 threads has at most 255 of them: room for 8192 numbers of `x`
+#   and as many of `y`, and not for twice that.
 # - *One program, a loop*: the program walks along the vector in blocks of 1024, so the vector may have any length. This
 #   is our Python loop, brought to the GPU. It needs a kernel of its own.
 

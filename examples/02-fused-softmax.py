@@ -91,8 +91,8 @@ torch.testing.assert_close(softmax_by_rows(x), torch.softmax(x, dim=1))
 # %%
 # Our first attempt at a kernel leaves the maximum out. Mathematically it cancels, and without it there is one thing
 # less to do. New on this page is `tl.sum`, which adds up a block across all threads of the program. A block's length
-# is a power of two and a row's is not, so the lanes behind the row's end must not count: they read :math:`-\infty`,
-# and :math:`e^{-\infty} = 0`.
+# is a power of two and a row's is not, so the lanes behind the row's end must not count. They are masked, and `other=`
+# says what a masked lane holds: :math:`-\infty`, and :math:`e^{-\infty} = 0`.
 
 
 @triton.jit
@@ -358,16 +358,18 @@ plt.show()
 # - `_online_start` begins with the lowest finite number and not with :math:`-\infty`. A mask may fill whole blocks
 #   with :math:`-\infty`, and :math:`-\infty - (-\infty)` is not 0 but NaN, which no later number would heal. Row 7
 #   above is there to try it.
-# - `eviction_policy` is a wish to the caches, of which the L2 cache, which all programs share, matters here: keep this,
-#   we come back for it, and later: drop this first. Where rows are aligned, the compiler makes asynchronous copies of
-#   these loads: copies to shared memory, which nobody waits for until the numbers are needed. There Triton 3.6 and 3.7
-#   drop the wish. What helps in any case is that few rows are under way: as long as all of them fit into the cache, the
-#   second walk costs a wait but no trip, and memory sees two again. An A100's multiprocessor has room for two programs
-#   of this kernel in float16, as a section below counts. Where the rows of so many would push each other out, the
-#   library starts one for each multiprocessor, and lets it loop (but not on Hopper, of which that section tells as
-#   well).
-# - `tl.range(..., num_stages=4)` lets the compiler ask for the next blocks before it has finished with this one, so
-#   that memory need not wait for arithmetic.
+# - `eviction_policy` is a wish to the caches, of which the L2 cache, which all programs share, matters here.
+#   `evict_last` in the first walk says: keep this, we come back for it. `evict_first` in the second says: drop this
+#   first. Where rows are aligned, the compiler makes asynchronous copies of these loads: copies to shared memory, which
+#   nobody waits for until the numbers are needed. There Triton 3.6 and 3.7 drop the wish. What helps in any case is
+#   that few rows are under way: as long as all of them fit into the cache, the second walk costs a wait but no trip,
+#   and memory sees two again. An A100's multiprocessor has room for two programs of this kernel in float16, as a
+#   section below counts. Where the rows of so many would push each other out, the library starts one for each
+#   multiprocessor, and lets it loop (but not on Hopper, the generation of the H100 and the H200; that section tells
+#   why).
+# - `tl.range(..., num_stages=4)` has four *stages*: while one block is computed, the next three are on their way, so
+#   that memory need not wait for arithmetic. (The column *stages* of the tables is what the launch asks for, for loops
+#   that name no number of their own.)
 # - `row` is a 64-bit number, and so are the products with it.
 # - `cache_modifier=".cs"` says of the result that nobody reads it soon, so that it need not take the place of rows in
 #   the caches.
@@ -391,9 +393,7 @@ plt.show()
 # they have arrived, it folds them into the running statistics, as above: `m` and `s` once more, for each thread. Then
 # it walks along the chunks a second time, in shared memory, and writes the result. So no number crosses the chip's
 # border more often than once in and once out. The programs are small, and a multiprocessor holds many: while some wait
-# or reckon, the copies of others are under way. (An earlier kernel had fewer, which lived on from row to row, and
-# copied a piece of a later row into each place as soon as it was free. It took more text, and in our trials it was the
-# slower one, but for rows of more than some 100,000 numbers on an H200.)
+# or reckon, the copies of others are under way.
 #
 # A row whose length is no multiple of 8 (of 4 in float32) begins anywhere; we call such lengths *unaligned*. But 16
 # bytes at once, from here on a *vector*, have to begin at a multiple of 16. This kernel reads from the start of the
@@ -447,11 +447,9 @@ torch.testing.assert_close(my_softmax_in_blocks(x), torch.softmax(x, dim=1))
 #
 # `triton_gallery.softmax` chooses. Rows of up to 32768 columns, 16384 in float64 and 49152 of 16 bits that can be
 # loaded four at a time, stay in registers, from 1025 on in blocks; longer ones take the online kernel. On Hopper the
-# kernel with the chunks takes the place of both for 16-bit rows of more than 16384 columns and float32 rows of more
-# than 12288, if all together have 4 MiB, for those of more than 96 KiB even if they have less, and for unaligned rows
-# of 16 bits and over 8 KiB, if rows lie in memory as it needs. Other kernels serve rows that are not dense, as the
-# classes of an image's pixels are not, or that lie at uneven distances, and rows that are few and long. Sections below
-# tell of them.
+# kernel with the chunks takes the place of both for most long rows. (`supported_rows` in `hopper/softmax.py` has the
+# rule.) Other kernels serve rows that are not dense, as the classes of an image's pixels are not, or that lie at uneven
+# distances, and rows that are few and long. Sections below tell of them.
 
 images = torch.randn(2, 21, 9, 11, device=DEVICE, dtype=torch.float16)
 scores = tg.softmax(images, dim=1, dtype=torch.float32)  # class probabilities of each pixel
@@ -486,11 +484,9 @@ for shape in shapes:
 # That is a reduction over the row and a pass over its elements, so its kernels look like those above: they read
 # :math:`y` and :math:`dy` and write :math:`dx`, three trips in all, up to 16384 columns (8192 in float64), and up to
 # 32768 of float16 and bfloat16 where all rows begin at a multiple of 8 bytes: their numbers wait for the sum as they
-# were loaded, two in a register. (So do those of odd rows of 16 bits, up to 24569, if the matrix has 6 MiB or more.) On
-# Hopper longer rows wait in parts on several multiprocessors, if there are two or more of them. Others are read twice,
-# the second time from the L2 cache while they fit there. (On Hopper 16-bit rows of 14337 to 24576 columns, and of 32769
-# to 49152, that all begin at a multiple of 8 bytes are read twice as well, if there are more of them than
-# multiprocessors, the second time mostly from the L1 cache; why, the measurement below tells.) Only :math:`y` has to be
+# were loaded, two in a register. On Hopper longer rows wait in parts on several multiprocessors, if there are two or
+# more of them. Others are read twice, the second time from the L2 cache while they fit there. (Rows of an odd length,
+# and some others on Hopper, have kernels of their own, of which the measurement below tells.) Only :math:`y` has to be
 # kept for it, not :math:`x`.
 #
 # For :math:`y = \log \text{softmax}(x)` it is :math:`\partial y_j / \partial x_i = \delta_{ij} - e^{y_i}`, and so
@@ -647,16 +643,17 @@ report_backward
 # From 14337 to 24576 columns two walks are quicker whatever the flush leaves. A row that waits takes so many registers
 # there that a multiprocessor has room for few threads. A thread that keeps nothing but its sum needs so few that there
 # can be 2048 of them, as many as a multiprocessor takes, and the more of them wait for memory, the more of it is on its
-# way. So here ours walks twice as well (`_softmax_bwd_twice_kernel`), and again from 32769 to 49152. In between, 32768
-# columns included, one walk was the quicker one. No record holds these trials, nor those of the paragraph before.
+# way. So here ours walks twice as well (`_softmax_bwd_twice_kernel`), the second time mostly along what its own
+# multiprocessor keeps in its *L1 cache*, and again from 32769 to 49152. (It does so on Hopper, with 16-bit rows that
+# all begin at a multiple of 8 bytes, if they are more than the multiprocessors.) In between, 32768 columns included,
+# one walk was the quicker one. No record holds these trials, nor those of the paragraph before.
 #
 # Rows of an odd length are moved in whole vectors, as they are forward, and walked once
 # (`_softmax_bwd_unaligned_kernel`): 16-bit rows from 192 to 24569 numbers, where the matrix has 6 MiB or more. Backward
 # a vector waits in four registers, as it came, not in eight. So a thread can hold up to 12 of each input, and four
-# warps are enough for a row of 12281 numbers. (With eight warps, whose threads have five, rows of 8191 were slower than
-# number by number, and we do not know why; another trial without a record.) At 3905 columns we reach
-# :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 3905` of a copy's rate, at 4096
-# :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 4096`.
+# warps are enough for a row of 12281 numbers. At 3905 columns we reach :measured:`softmax-bwd-fp16: triton_gallery /
+# copy of as many bytes at 3905` of a copy's rate, at 4096 :measured:`softmax-bwd-fp16: triton_gallery / copy of as many
+# bytes at 4096`.
 #
 # Longer rows lie in parts on several multiprocessors, as they do forward. At 65536 we reach
 # :measured:`softmax-bwd-fp16: triton_gallery / copy of as many bytes at 65536` of a copy's rate. There `torch.compile`

@@ -394,8 +394,9 @@ torch.testing.assert_close(seeded_dropout(call_per_four_kernel, x, p=0.3, seed=5
 
 # %%
 # What can we expect of them? In float16 dropout has to move four bytes for each element. A version that moves more has
-# at best a share of a copy's rate. (The last three get two warps, as the library chooses for large tensors of float16,
-# and 5 as their seed: 1 would be compiled in.)
+# at best a share of a copy's rate. (We give the third and the fourth two warps, which the library takes from 2²⁰
+# elements on; below, it takes four. All three get 5 as their seed: in the first two of their kernels 1 would be
+# compiled in.)
 
 rungs = {
     "steps in torch": dropout_in_steps,
@@ -453,10 +454,10 @@ ladder
 # not found out.) From here on the bytes stay as they are, and the instructions become fewer, with a quarter of the
 # calls (:measured:`dropout-ladder-fp16: a call for four / limit at 268435456`) and then an eighth
 # (:measured:`dropout-ladder-fp16: triton_gallery / limit at 268435456`). Once they take less time than the bytes, a
-# further step has nothing to gain, and there we stop. In small tensors the step makes no difference that we could see:
-# with 2²⁰ elements, where starting the kernel takes most of the time, a call for four is at
-# :measured:`dropout-ladder-fp16: a call for four at 1048576`, and a call for eight at :measured:`dropout-ladder-fp16:
-# triton_gallery at 1048576`.
+# further step has nothing to gain, and there we stop. With 2²⁰ elements, where starting the kernel takes most of the
+# time, the step is within the spread: a call for four is at :measured:`dropout-ladder-fp16: a call for four at
+# 1048576`, and a call for eight at :measured:`dropout-ladder-fp16: triton_gallery at 1048576`. (With fewer the library
+# has twice the warps, too, so these two cannot be compared.)
 #
 # At the left end of the chart bytes hardly count. A launch has a price of its own there. The first version pays it four
 # times, the second three times, and the last three once.

@@ -119,10 +119,8 @@ torch.testing.assert_close(layer_norm_two_pass(x, w, b), expected, rtol=1e-4, at
 # elements, more than most rows have. If we load the whole row at once, it is still there when the mean is known, still
 # there when the variance is known, and goes out normalized: two trips, and no loop.
 #
-# This is the package's kernel for rows of up to 1024 numbers, quoted from its source. Longer rows get another below,
-# and so do short ones from 33 numbers on that are a multiple of 4 long and would leave a quarter of the tile or more
-# empty, and many rows of 257 or more 16-bit numbers whose length is no multiple of 4. (Lengths that are no multiple of
-# 8, or of 4 in float32, are called *unaligned*, as on page two.)
+# This is the package's kernel for most rows of up to 1024 numbers, quoted from its source. Longer rows, and some short
+# ones, get others, which we meet below.
 
 # quote: triton_gallery.layer_norm._layer_norm_fwd_kernel
 
@@ -242,8 +240,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #   being computed.
 # - `x_hat` is computed again from `x` and the saved `mean` and `rstd`: a few operations instead of another
 #   matrix in memory.
-# - `dy` reads 0 in padded lanes. Each sum has `dy` as a factor, so padding cannot reach any of them, whatever
-#   `x_hat` holds there.
+# - `dy` reads 0 in padded lanes. Each sum has `dy` as a factor, so padding adds 0 to all of them. (`x_hat` is the mean
+#   times `rstd` there. Only where that overflows, in rows of nearly equal numbers above some 10³⁶, the sum is NaN.)
 # - `g_mean` and `gx_mean` are the two row sums, divided by :math:`N`. When a row is cut into column blocks, no
 #   program sees all of it. Then a small kernel computes both numbers beforehand, and `row_means_ptr` leads to them.
 # - `dw` and `db` are tiles like `x`: within the loop each lane adds to its own number and waits for nobody. The
@@ -681,7 +679,7 @@ backward_ladder
 # write one. We divide these bytes by the time. Every provider gets the same random float16 inputs, and the L2 cache is
 # flushed before each call. The limit is a plain copy, which also reads and writes all it touches. (Forward, 1024 takes
 # the first kernel and all other lengths the one with blocks. The gradient takes one with blocks of its own, which is
-# not quoted here, and beyond 10240, on Hopper, those in parts.)
+# not quoted here, and on Hopper beyond 10240 one whose rows wait in shared memory, and beyond 12288 those in parts.)
 
 LENGTHS = range(1024, 15873, 512)
 PROVIDERS = ["triton_gallery", "torch", "torch.compile"]
@@ -1082,13 +1080,14 @@ heads_report
 # float16 numbers is 16382 bytes long, so the second row begins two bytes before such an address, the third one four,
 # and only the ninth begins at one again. Who takes such a row from its first number must load each number by itself,
 # with eight times as many instructions. Nor can they be loaded ahead of time: an asynchronous copy moves four bytes at
-# least.
+# least. (As on page two, we call lengths that are no multiple of 8, or of 4 in float32, *unaligned*.)
 #
 # So the package starts with the vector in which the row begins. The one in which a row ends and the next begins is
 # loaded for both, and each sets to 0 what is not its own before it counts. Of the result, whole vectors are stored at
 # once, and what is left at the two ends number by number. Here is how blocks of columns are loaded and stored:
 
 # quote: triton_gallery._vectors.load_vectors
+# quote: triton_gallery._vectors.inside
 # quote: triton_gallery._vectors.store_vectors
 
 # %%

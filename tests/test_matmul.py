@@ -905,6 +905,13 @@ def test_float32_keeps_all_its_bits(size, float32_precision):
     assert torch.equal(tg.matmul(whole, whole).double(), whole.double() @ whole.double())
 
 
+NEEDS_FLOAT8 = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability() < (8, 9),
+    reason="this GPU has no products of float8_e4m3fn",
+)
+
+
+@NEEDS_FLOAT8
 @pytest.mark.parametrize("precision", [None, *PRECISIONS])
 @pytest.mark.parametrize("dtypes", [*itertools.product(FLOAT8, FLOAT8)], ids=lambda d: "-".join(str(x)[13:] for x in d))
 def test_float8_matches_the_dequantised_product(dtypes, precision):
@@ -917,6 +924,7 @@ def test_float8_matches_the_dequantised_product(dtypes, precision):
     assert_as_accurate_as_torch(ours, torch_matmul(*wide, bias, "silu"), reference, floor=1e-6)
 
 
+@NEEDS_FLOAT8
 @pytest.mark.parametrize("dtype", named(FLOAT8))
 def test_float8_is_exact_at_the_ends_of_its_range(dtype):
     info = torch.finfo(dtype)
@@ -925,6 +933,7 @@ def test_float8_is_exact_at_the_ends_of_its_range(dtype):
     assert torch.equal(ours, values.to(torch.bfloat16)[:, None].expand(6, 3))
 
 
+@NEEDS_FLOAT8
 @pytest.mark.parametrize("layout", [*itertools.product("rc", "rc")], ids="".join)
 def test_float8_takes_any_layout(layout):
     a = random(64, 96) if layout[0] == "r" else random(96, 64).t()
@@ -1163,6 +1172,7 @@ def test_autocast_gives_torchs_dtype(a_dtype, b_dtype):
     assert a.grad.dtype == a_dtype and b.grad.dtype == b_dtype
 
 
+@NEEDS_FLOAT8
 def test_autocast_leaves_float8_and_its_bias_alone():
     a, b, bias = (
         random(16, 16).to(torch.float8_e4m3fn),

@@ -695,6 +695,20 @@ def test_preflight_refuses_to_measure_in_the_interpreter(monkeypatch):
     assert preflight.problem("gpu").startswith("TRITON_INTERPRET is set")
 
 
+@pytest.mark.parametrize(("kind", "message"), [("tests", "the tests of torch.compile need g++"), ("site", "to launch")])
+def test_preflight_asks_for_compilers_where_there_is_a_gpu(kind, message, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: "cuda")
+    monkeypatch.setenv("PATH", "")
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert preflight.problem(kind).startswith(message)
+
+
+def test_preflight_tells_which_torch_finds_no_gpu(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
+    assert preflight.problem("gpu") == f"torch {torch.__version__} finds no GPU to measure on"
+
+
 def test_preflight_names_an_old_python(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     assert preflight.problem("python").startswith(f"Python 3.11 or newer is needed, and {sys.executable} is 3.9;")

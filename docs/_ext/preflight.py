@@ -11,7 +11,9 @@
 What is needed stands in pyproject.toml. This runs on any Python 3, so that an old one gets to say that it is old.
 """
 
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -80,11 +82,13 @@ def problem(kind):
     import torch
 
     if torch.accelerator.current_accelerator(check_available=True) is None:
-        return "there is no GPU to measure on" if kind == "gpu" else None
+        return f"torch {torch.__version__} finds no GPU to measure on" if kind == "gpu" else None
     import triton
 
     if kind == "gpu" and triton.knobs.runtime.interpret:
         return "TRITON_INTERPRET is set, so that kernels would not run on the GPU"
+    if kind == "tests" and not (os.environ.get("CXX") or shutil.which("g++")):
+        return "the tests of torch.compile need g++ in the PATH, or another C++ compiler whose name is in CXX"
     return missing_for_launches()
 
 
@@ -100,8 +104,6 @@ def version_of_module(name):
 
 def missing_for_launches():
     """What Triton lacks to compile the C code with which it launches kernels, or None."""
-    import os
-    import shutil
     import sysconfig
 
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

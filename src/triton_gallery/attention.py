@@ -1420,7 +1420,9 @@ def attention(
         3e8 in magnitude in float16, or 3e9 in bfloat16, may get infinity, NaN or 0; and scores from 1e6 on leave the
         gradients no digit: from 1.2e7 on they are mostly too small, and from 1e9 on they may be infinite.
 
-        Both outputs are differentiable, once. Under :class:`torch.autocast` the inputs are cast as torch casts them.
+        Both outputs are differentiable, once, and kept for the backward pass, which refuses to run when one was changed
+        in place. (After :func:`torch.compile` it does not see that, unless the inputs have four dimensions: the
+        gradients are wrong then.) Under :class:`torch.autocast` the inputs are cast as torch casts them.
 
     Example:
         >>> import torch, triton_gallery

@@ -656,7 +656,8 @@ def matmul(
         Sums are kept in float32 (float64 for float64); bias and activation are applied to them before the one rounding.
         Every call adds in the same order, so results repeat bit for bit for tensors that lie alike in memory (with
         :func:`~triton_gallery.set_tuning`, once they have been tried). When a gradient is needed, "gelu" and "silu"
-        store the values before the activation as well; the other activations are differentiated from the result.
+        store the values before the activation as well; the other activations are differentiated from the result, which
+        must not be changed in place before.
         Gradients of any order are matrix products by the same kernels. Where sums are cut into parts, as in products of
         few tiles, and in float32 also where the last round of a large one would leave much of the GPU idle, each part
         needs room for a copy of the result in the dtype of the sums. On Hopper programs may share the last tiles of a

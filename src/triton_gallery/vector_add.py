@@ -94,7 +94,7 @@ def _add_strided_kernel(
     The compiler lets each tensor's neighbouring elements go to neighbouring lanes, and carries them where they are
     added.
     """
-    # As cdiv, which would add a block to a size, and 2**31 has no place among 32 bits.
+    # cdiv in a form that stays within 32 bits, as a size plus a block might not.
     tiles_0 = (shape[0] - 1) // BLOCK_0 + 1
     tiles_1 = (shape[1] - 1) // BLOCK_1 + 1
     tile_0 = (tl.program_id(0) % tiles_0).to(INDEX_DTYPE)
@@ -390,7 +390,8 @@ def add(x: torch.Tensor, y: torch.Tensor | float, *, alpha: float = 1) -> torch.
         are walked from end to end; broadcasting, strides, mixed dtypes, bool and alpha take a kernel that works in
         tiles, of 64 by 64 elements where neighbours in one tensor's memory are none in the other's, as in ``x + y.T``
         (if both dimensions have 32 elements or more). Rows of 1024 elements or more, in a number that 16 does not
-        divide, are walked from end to end as well if one tensor has a single row or column for all.
+        divide, are walked from end to end as well if one tensor lies as the sum does and the other's neighbours are
+        those along the rows, or one number serves a row.
 
     Example:
         >>> import torch, triton_gallery
