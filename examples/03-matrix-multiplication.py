@@ -279,7 +279,7 @@ for group in (1, 8):
     print(f"groups of {group}: {of_a} + {of_b} = {of_a + of_b} strips for 264 tiles")
 
 # %%
-# In our kernel the new order takes the place of two lines. The rest is as before:
+# In our kernel the new order takes the place of the first three lines. The rest is as before:
 
 
 @triton.jit
@@ -392,8 +392,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 # quote: triton_gallery.matmul._matmul_kernel
 
 # %%
-# Launched on two matrices, without the extras. One `None` is in the place of a bias, the other in that of a second
-# output. Behind the sizes and the strides of both matrices stand the bias's stride and a batch of one matrix.
+# Here is a launch on two matrices, without the extras. One `None` is in the place of a bias, the other in that of a
+# second output. Behind the sizes and the strides of both matrices stand the bias's stride, 0, and a batch of one
+# matrix: its shape, `(1,)`, and the strides of :math:`A` and :math:`B` along it, `(0,)` each.
 
 
 def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
@@ -428,9 +429,10 @@ def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
 #   that addresses follow each other, and wrapping round hides that. If a size is a multiple of 16, which the launcher
 #   says with `ALIGN_M` and `ALIGN_N`, runs of 16 stay whole. Without the promise each number of :math:`B` is loaded by
 #   itself. Sizes that are multiples of 2, 4 or 8, but not of 16, still allow loads of 4, 8 or 16 bytes in 16-bit
-#   matrices. The compiler does not see that, as it looks at each size and stride for a multiple of 16 alone. So
-#   `A_BYTES` and `B_BYTES` say it of the addresses, which follow each other along :math:`K` where `A_ALONG_K` and
-#   `B_ALONG_K` say so, and `ALIGN_K` and `ALIGN_N` say it of the places where :math:`K` and the rows of the result end.
+#   matrices. The compiler does not see that, as it looks at each size and stride for a multiple of 16 alone. So more
+#   constants tell it. `A_BYTES` and `B_BYTES` are how many bytes at a time the addresses allow, and `A_ALONG_K` and
+#   `B_ALONG_K` say whether these follow each other along :math:`K`. `ALIGN_K` and `ALIGN_N`
+#   say of what :math:`K` and :math:`N` are multiples, since masks cut there.
 # - `EVEN_K` removes the last mask. As a `tl.constexpr` it costs no instruction: one of the two branches is compiled.
 # - `acc = dot(a, b, acc, ...)` adds onto the sums. `INPUT_PRECISION` is about float32 alone: "ieee" multiplies it as it
 #   is, without the matrix unit on NVIDIA's GPUs, "tf32" lets the matrix unit take 10 bits of the inputs' mantissas,
@@ -440,7 +442,7 @@ def my_matmul(a, b, tile=(64, 64, 32), group=8, num_warps=4):
 #   that the copies for the next steps are under way while the matrix unit works on this one: `num_stages` of them where
 #   the matrix unit reads shared memory itself, as it does on Blackwell, and on Hopper in tiles of 64 rows or more, one
 #   fewer elsewhere. More stages hide more of the memory's latency, and take room from larger tiles. `num_stages` is a
-#   matter of the launch, as `num_warps` is; `my_matmul` leaves it at Triton's 3.
+#   matter of the launch, as `num_warps` is; `my_matmul` leaves it at Triton's, 3 on NVIDIA's GPUs.
 # - `pre_ptr` is for the gradient: GELU's, for example, needs the sums as they were before the activation. `PDL` is for
 #   products in parts, further down.
 # - `offs_k`, the rows and the batch are 64-bit numbers before they meet a stride, because a matrix may have more than
@@ -614,8 +616,9 @@ torch.testing.assert_close(out, a @ b, rtol=1e-3, atol=1e-3)
 #
 # We measure square products and count :math:`2 n^3` operations. The peer is torch, which calls the vendor's library
 # (cuBLAS on NVIDIA's GPUs), tuned for each shape over many years. `torch.compile` would call the same library and is
-# left out. Large products draw so much power that the GPU lowers its clock, and what ran a moment ago matters: each
-# provider is measured in three rounds, in alternating order. Inputs are random, since zeros would need less power.
+# left out. Large products draw so much power that, as we think, the GPU lowers its clock, and what ran a moment ago
+# matters: each provider is measured in three rounds, in alternating order. Inputs are random, since zeros would need
+# less power.
 #
 # A float8 number has half the bits of a float16, and the matrix unit takes two in the place of one, but Hopper's reads
 # them only along :math:`K`. So :math:`B` lies transposed in memory. torch offers `torch._scaled_mm` for them, which by
@@ -782,10 +785,11 @@ for name, tile, programs, group in (
 
 # %%
 # These are the best cases, with all running programs at the same step. The small tiles ask ten times as much of the
-# second door as of the first. So by this count it is the second one that holds them back, unless L2 is ten times as
-# fast as memory, which we have not measured. Large tiles widen that door, which no order of tiles can do. The order
-# works at the first one. There it is worth most where the strips of a row of tiles are many, at the right end of the
-# chart, and where the door is narrow, with a smaller cache or a slower memory.
+# second door as of the first. So by this count it is the second one that holds them back: L2 would have to be ten times
+# as fast as memory, and in trials that we come to further down it gave about four times as much. Large tiles widen that
+# door, which no order of tiles can do. The order works at the first one. There it is worth most where the strips of a
+# row of tiles are many, at the right end of the chart, and where the door is narrow, with a smaller cache or a slower
+# memory.
 
 
 @tg.benchmark.perf_report(
@@ -925,8 +929,7 @@ report_thin
 # by a few percent. A part of the rest we think is the flush before each call, which leaves the L2 cache full of numbers
 # that still have to be written to memory and take a part of the bandwidth. It cannot be all, since a copy of as many
 # bytes suffers as well, but less; of its rate we reach :measured:`matmul-thin-fp16: triton_gallery / copy of as many
-# bytes at 2`. (At one row that copy was a tenth slower than at two, of about the same bytes; why, we have not found
-# out.)
+# bytes at 2`.
 #
 # Now let the result be small and :math:`K` long, as in the gradient of a weight. A result of 512 × 512 has 16 tiles of
 # 128 × 128, and 116 of 132 multiprocessors would have nothing to do. So we cut :math:`K` into parts (*split K*). Every
@@ -1128,8 +1131,7 @@ reports["matmul-odd-fp16"]
 # it that this pays. Here that is at 4095³ and at 8191³, and there it is ahead: our rate is :measured:`matmul-odd-fp16:
 # triton_gallery / torch.compile at 4095` and :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 8191` its
 # own. At 2047³, which it left as it was, we are at :measured:`matmul-odd-fp16: triton_gallery / torch.compile at 2047`.
-# The trial may come out differently each time: in an earlier record it padded 1023³ and 2047³ as well, and was a little
-# ahead at 2047³, too.
+# The trial may come out differently each time.
 #
 # And a bias and GELU on the way out:
 
@@ -1613,9 +1615,6 @@ for rows, *blocks in ((128, 256), (192, 128, 64), (192, 128), (192, 64, 32), (19
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at 8192`; the lowest of its sweep, at 1536³, is
 #   :measured:`matmul-fp8: triton_gallery / torch._scaled_mm at worst`
 #
-# The ladder's chart has the product of 8192³ in float16 once more, at :measured:`matmul-ladder-fp16: triton_gallery /
-# torch at 8192`. Such products draw much power, and we think that the clock follows; no record holds it.
-#
 # The limit line is the fastest of many runs of torch's own product of 8192³. Clocks change from run to run, and a
 # median of another size comes close to it, as that of 4096³ in float16 at :measured:`matmul-fp16: triton_gallery /
 # limit at 4096`, or may pass it. In float8 it is the quicker product whose sums have fewer bits, which neither curve
@@ -1715,7 +1714,8 @@ assert 16 in best and needed[8] > needed[1]
 # Solution 2: row sums on the way
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Each program adds up the columns of its own tile and writes the result into a column of its own. An atomic addition
+# Each program adds up the columns of its own tile and writes the result into the column of partial sums that belongs to
+# its column of tiles; no two programs write the same number. An atomic addition
 # would need no second step, but it adds in whatever order the programs finish, and a floating-point sum depends on the
 # order. `torch.sum` always takes the same one. What is added up are the sums in float32, before `out` rounds them, so
 # we compare with a product in float32; the row sums of `out` differ more.

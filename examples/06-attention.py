@@ -369,8 +369,8 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 # - `_tile_and_head` decides in which order the work is handed out. A section is as many heads as have keys and values
 #   that fit into the L2 cache together. Within one, every head's first tile comes first, then every head's second, and
 #   so on; each round finds in the cache what the one before has read. (`my_attention` counts on 32 MiB for them, as the
-#   library does. With 512 heads of 512 positions, whose keys and values have 128 MiB together, one section would bring
-#   them from memory again for each tile of queries.)
+#   library does. With 512 heads of 512 positions, head dimension 128 and 16 bits, keys and values have 128 MiB
+#   together, and one section would bring them from memory again for each tile of queries.)
 # - `start` counts from the end: under a causal mask the last queries see the most keys. Long jobs first, short jobs
 #   into the gaps, is how any list of jobs ends early on many machines.
 # - `scale_log2` holds :math:`\sigma \log_2 e`. The hardware computes :math:`2^x`, and :math:`e^x = 2^{x \log_2 e}`.
@@ -379,8 +379,8 @@ def my_attention(q, k, v, is_causal=False, BLOCK_M=64, BLOCK_N=32, ALIGN=1, laun
 # - `(s - new_max[:, None]) * scale_log2`: the difference comes first, because it is exactly 0 for the largest score,
 #   however large. `s * scale_log2 - new_max`, with a maximum that was scaled before, would be one instruction less, a
 #   fused multiply-add. It does not round its product, whereas the product inside `new_max` would have been rounded: a
-#   score of :math:`10^{10}` may lie hundreds above or below its own maximum. Hopper's kernels, further down, save the
-#   instruction, and are exact for smaller scores only, as the notes of `tg.attention` say.
+#   score of :math:`10^{10}` may lie hundreds above or below its own maximum. Hopper's kernels for 16 bits, further
+#   down, save the instruction, and are exact for smaller scores only, as the notes of `tg.attention` say.
 # - `row_max` begins at the lowest finite number where `tiled_attention` has :math:`-\infty`. The section before the
 #   exercises shows why.
 # - `for part in tl.static_range(...)` is unrolled when the kernel is compiled. It becomes two loops: one over the full
@@ -682,13 +682,13 @@ except ValueError as error:
 # ----------------------------------------------------------
 #
 # The kernels above are for NVIDIA's GPUs from the A100 on and for AMD's; they ran on H100s and an H200, and are
-# compiled for three others. For GPUs of the type sm_90, such as these two, the library has a second set. They serve
-# what most models train with: float16 or bfloat16, with any mask that leaves each query a key (for up to 2¹⁹ queries in
-# a sequence, and fewer than 2¹⁹ heads of all sequences together), and in the backward pass a head dimension over 16
-# (and short sequences have kernels of their own, further down). float32 has one as well, at the end of this section.
-# For all else the kernels above stay in charge. Both sets compute the same formulas. What changes is who waits for
-# whom. (They are in the folder `hopper`: `attention_forward.py`, `attention_backward.py`, `attention_gradients.py`,
-# `attention_heads_backward.py` and `attention_float32.py`.)
+# compiled for three others. H100 and H200 are of the type sm_90, for which the library has a second set of kernels.
+# They serve what most models train with: float16 or bfloat16, with any mask that leaves each query a key; backward,
+# only head dimensions over 16. Short sequences have kernels of their own, further down, and float32 has one, at the end
+# of this section. (The notes of `tg.attention` have the limits.) For all else the kernels above stay in charge. Both
+# sets compute the same formulas. What changes is who waits for whom. (They are in the folder `hopper`:
+# `attention_forward.py`, `attention_backward.py`, `attention_gradients.py`, `attention_heads_backward.py` and
+# `attention_float32.py`.)
 #
 # The matrix unit of Hopper is so fast that the exponentials become a problem. The FlashAttention-3 paper counts: at a
 # head dimension of 128 there are 512 matrix operations for each exponential, and in the time of one exponential the
@@ -707,7 +707,7 @@ except ValueError as error:
 #   memory; three have no registers to spare.
 # - The consumers take turns. While one has the matrix unit, another takes its exponentials. And within a consumer, the
 #   scores of the next tile are started together with :math:`P V` of this one, so that its own softmax runs under its
-#   own product. (`_fwd_step` in `attention_forward.py` is one step of this walk, in some forty lines.)
+#   own product. (`_fwd_step` in `attention_forward.py` is one step of this walk, in some thirty-five lines.)
 # - Here the keys are walked from the diagonal backwards. Where query 0 stands at key 0, the 64 queries of a consumer
 #   lie within one tile of keys, so only the first tile of its walk can need a mask. It holds at least one key that is
 #   allowed to each query, so the mask alone leaves no query without a reference. Other alignments and windows are
@@ -717,13 +717,13 @@ except ValueError as error:
 #   first, and keeps the answer in a *predicate*, a register of one bit. A thread has seven of those, but 64 scores of a
 #   tile of 64 :math:`\times` 128. Triton 3.6 compares before the scores have come, and packs the answers into other
 #   registers: a tile that is masked like this at both limits of a window takes 991 instructions, and one without a mask
-#   439 (head dimension 64, counted in the machine code). So there is nothing to choose at these limits any more. Count
-#   how many keys a key lies inside of a limit: that number is negative where the key is cut off, and its sign, put
-#   before the bits of infinity, makes :math:`-\infty` there and :math:`+\infty` elsewhere. What counts is the smaller
-#   of this infinity and the score. Along a diagonal of the tile the number is the same, so for each limit a thread
-#   computes half as many as it has scores. With both limits a tile takes 706 instructions then, and 574 where one alone
-#   can cut. (`cut_off` in `attention_rows.py`. The backward kernel of one walk, which comes next, still chooses, since
-#   with head dimension 128 it has no registers for these numbers; so do the masks of float32.)
+#   439 (head dimension 64, counted in the machine code). So there is nothing to choose at these limits any more. For
+#   each score we take how far its key lies inside the limit, a number that is negative where the key is cut off. The
+#   sign of this number, set before the bits of infinity, makes :math:`-\infty` there and :math:`+\infty` elsewhere, and
+#   the smaller of that and the score is what counts. Along a diagonal of the tile the number is the same, so for each
+#   limit a thread computes half as many as it has scores. With both limits a tile takes 706 instructions then, and 574
+#   where one alone can cut. (`cut_off` in `attention_rows.py`. The backward kernel of one walk, which comes next, still
+#   chooses, since with head dimension 128 it has no registers for these numbers; so do the masks of float32.)
 # - A shape is a power of two, and a head dimension like 80 is none. Its rows lie in shared memory as 128 columns: the
 #   tensor memory accelerator knows where a row of the tensor ends, and fills in zeros. The products leave them out. The
 #   scores are two products, over 64 columns and over 16, added up in the same registers, and the output has two such
@@ -790,9 +790,10 @@ for name, one, other in zip(("dq", "dk", "dv"), first, second, strict=True):
 # - :math:`dV` walks the queries, multiplies :math:`K Q^{\mathsf T}` and adds up :math:`P^{\mathsf T} dO`.
 #
 # So the gradients take three, three and two products, eight in the place of five. That buys room: registers hold the
-# sums, up to 256 columns of *one* result. With head dimensions up to 128 one launch makes :math:`dK` and :math:`dV`,
-# and :math:`K Q^{\mathsf T}` once for both: seven products. (At 128 their sums do not quite fit. What the compiler puts
-# into memory costs less than another product.) All additions have a fixed order, in every mode.
+# sums, up to 256 columns of *one* result. With head dimensions up to 128 (or 192 for keys and 128 for values) one
+# launch makes :math:`dK` and :math:`dV`, and :math:`K Q^{\mathsf T}` once for both: seven products. (At 128 their sums
+# do not quite fit. What the compiler puts into memory costs less than another product.) All additions have a fixed
+# order, in every mode.
 #
 # Shared memory is the other limit. The three parts of 128 rows of 256 columns are 192 KiB, and those of 64 rows to meet
 # them 96 KiB, but it has 227 KiB for both. Therefore nothing but a *piece* of 64 columns is there at a time: the rows
@@ -1702,11 +1703,11 @@ prompt_report
 # On Hopper the forward pass of few queries is the kernel with one consumer from above: no row of a second one is empty,
 # and of the two or three programs in a multiprocessor one copies while the others compute. Its steps have 64 keys, or
 # 32 where there are no more or where rows have more than 128 numbers. All this holds where there are heads enough to
-# keep the memory busy. Then, with head dimension 64, it has the sequences that are shorter than 128 without a mask, and
-# with a causal one those of up to 448 (but not from 97 to 128, where one tile of 128 is quicker). It also has sequences
-# whose last tile of 128 rows would be empty by half or more, up to 704 positions with head dimensions up to 64, and up
-# to 320 with head dimensions up to 192 (under a causal mask, up to 128). Where there is a window there are two
-# consumers. `_suits_one_consumer` has the rule, from measurements.
+# keep the memory busy. Then, with head dimensions up to 64, it has the sequences that are shorter than 128 without a
+# mask, and with a causal one those of up to 448 (but not from 97 to 128, where one tile of 128 is quicker). It also has
+# sequences whose last tile of 128 rows would be empty by half or more, up to 704 positions with head dimensions up to
+# 64, and up to 320 with head dimensions up to 192 (under a causal mask, up to 128). Where there is a window there are
+# two consumers. `_suits_one_consumer` has the rule, from measurements.
 #
 # A short head is soon done, and what comes next should be there by then. Keys and values of the next head come early
 # anyway, since their tiles have two places in shared memory each. With one place for queries, the copy of the next ones
@@ -1714,12 +1715,12 @@ prompt_report
 # well.
 #
 # For the backward pass of up to 64 positions (128 up to head dimension 32) we can forget most of what this page is
-# about. (On Hopper a third kernel, further down, mostly takes those from 49 on with head dimensions up to 64, and from
-# 65 on with up to 32.) All scores of a head fit into one program, so there is no walk, :math:`p` and :math:`ds` are
-# computed once, and the five products of the formulas are five lines. :math:`\delta` is at hand, without a kernel of
-# its own; so is the whole sum for :math:`dQ`, so the same inputs give the same bits. On all GPUs the library takes this
-# kernel for 16-bit numbers with head dimensions up to 128. One program walks all heads of queries that share one of
-# keys. If these are many, and the batch so small that few other programs run, the kernels of long sequences stay
+# about. (On Hopper yet another kernel, further down, mostly takes those from 49 on with head dimensions up to 64, and
+# from 65 on with up to 32.) All scores of a head fit into one program, so there is no walk, :math:`p` and :math:`ds`
+# are computed once, and the five products of the formulas are five lines. :math:`\delta` is at hand, without a kernel
+# of its own; so is the whole sum for :math:`dQ`, so the same inputs give the same bits. On all GPUs the library takes
+# this kernel for 16-bit numbers with head dimensions up to 128. One program walks all heads of queries that share one
+# of keys. If these are many, and the batch so small that few other programs run, the kernels of long sequences stay
 # faster.
 
 # quote: triton_gallery.attention._row_statistics
@@ -1886,17 +1887,18 @@ print(report_short.summary())
 print(report_short_bwd.summary())
 
 # %%
-# The sentences below are about an H200. Some of it can be said beforehand. Without a mask, the arithmetic is the same
-# for each pair of query and key, so the curve should be nearly flat. What bends it at the left, we think, is the fixed
-# cost of a tile, its loads at the start and its stores at the end, which a short walk pays for more often. At 16384
-# positions all our curves of these sweeps without a mask are below their best, and so are cuDNN's of the forward pass.
-# With head dimension 64 ours of the forward pass comes to :measured:`attention-fwd-d64-fp16: triton_gallery at 16384`
-# after :measured:`attention-fwd-d64-fp16: triton_gallery at best`, with 128 to :measured:`attention-fwd-d128-fp16:
-# triton_gallery at 16384` after :measured:`attention-fwd-d128-fp16: triton_gallery at best`, and there cuDNN's to
-# :measured:`attention-fwd-d128-fp16: cuDNN at 16384` after :measured:`attention-fwd-d128-fp16: cuDNN at best`. In the
-# sweep of the versions, by the same calls, the two have :measured:`attention-ladder-fp16: triton_gallery at 16384` and
-# :measured:`attention-ladder-fp16: cuDNN at 16384` at this length, and both are less far below their best there. Our
-# rate over cuDNN's is :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 16384` in one sweep and
+# What follows is about an H200. A part of the curves' shape can be told beforehand. Without a mask, the arithmetic is
+# the same for each pair of query and key, so the curve should be nearly flat. What bends it at the left, we think, is
+# the fixed cost of a tile, its loads at the start and its stores at the end, which a short walk pays for more often. At
+# 16384 positions all our curves of these sweeps without a mask are below their best, and so are cuDNN's of the forward
+# pass. With head dimension 64 ours of the forward pass comes to :measured:`attention-fwd-d64-fp16: triton_gallery at
+# 16384` after :measured:`attention-fwd-d64-fp16: triton_gallery at best`, with 128 to
+# :measured:`attention-fwd-d128-fp16: triton_gallery at 16384` after :measured:`attention-fwd-d128-fp16: triton_gallery
+# at best`, and there cuDNN's to :measured:`attention-fwd-d128-fp16: cuDNN at 16384` after
+# :measured:`attention-fwd-d128-fp16: cuDNN at best`. In the sweep of the versions, by the same calls, the two have
+# :measured:`attention-ladder-fp16: triton_gallery at 16384` and :measured:`attention-ladder-fp16: cuDNN at 16384` at
+# this length, and both are less far below their best there. Our rate over cuDNN's is
+# :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at 16384` in one sweep and
 # :measured:`attention-ladder-fp16: triton_gallery / cuDNN at 16384` in the other. We think that the fall is the clock
 # of a GPU at the limit of its power; we have not measured it.
 #
@@ -1922,14 +1924,11 @@ for seq_len in (512, 1024, 4096, 16384):
 # triton_gallery at 16384`; why, we have not measured. Our rate over cuDNN's is
 #
 # - forward with head dimension 128 and 4096 positions :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at
-#   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one (the
-#   sweep of head dimensions measures the latter once more: :measured:`attention-fwd-head-dims-fp16: triton_gallery /
-#   cuDNN at 128`)
+#   4096` without a mask and :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at 4096` with one
 # - forward, the lowest of each sweep: with head dimension 64 :measured:`attention-fwd-d64-fp16: triton_gallery / cuDNN
 #   at worst` without a mask and :measured:`attention-fwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with one;
 #   with 128 :measured:`attention-fwd-d128-fp16: triton_gallery / cuDNN at worst` without and
-#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with one (the sweep of the versions, by
-#   the same calls without a mask, has :measured:`attention-ladder-fp16: triton_gallery / cuDNN at worst`)
+#   :measured:`attention-fwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with one
 # - backward with a mask, where the longest tiles are handed out first, at worst
 #   :measured:`attention-bwd-d128-causal-fp16: triton_gallery / cuDNN at worst` with head dimension 128 and
 #   :measured:`attention-bwd-d64-causal-fp16: triton_gallery / cuDNN at worst` with 64
